@@ -1,0 +1,143 @@
+"""Contracts of the store: eviction policies, the store client that ranks use, and the directory that routers use.
+
+No torch here and in everything it imports: the router and the simulator use the same classes. Bytes never pass through
+these interfaces; they move between a rank's pool and the mapped arena (`kvstore/transfer.py`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
+
+
+@dataclasses.dataclass(slots=True)
+class BlockMeta:
+    """What a policy may know of a block."""
+
+    name: BlockName
+    parent: BlockName | None
+    """None for the first block of a chain."""
+    depth: int
+    """Position in its chain, 0 for the first block: recompute cost grows with it."""
+    size_bytes: int
+
+
+class EvictionPolicy(Protocol):
+    """Orders the evictable blocks of one tier. Pure bookkeeping, single-threaded; time is passed in so that a simulator
+    can own the clock. The tier, not the policy, keeps children before parents: it offers a block for eviction only when
+    no cached child is left (`add_evictable`), and withdraws it when it is leased or gains a child."""
+
+    def on_insert(self, block: BlockMeta, now_s: float) -> None:
+        """The block became ready."""
+        ...
+
+    def on_hit(self, name: BlockName, now_s: float) -> None: ...
+
+    def add_evictable(self, name: BlockName, now_s: float) -> None: ...
+
+    def remove_evictable(self, name: BlockName) -> None: ...
+
+    def on_remove(self, name: BlockName) -> None:
+        """The block left the tier (evicted, flushed or corrupt). Also removes it from the evictable ones."""
+        ...
+
+    def victim(self, now_s: float) -> BlockName | None:
+        """The evictable block to drop next, or None. Does not remove it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leased:
+    """A read lease on one block of the host tier."""
+
+    name: BlockName
+    slot: SlotIndex
+    digest: bytes
+    """XXH3-128 of the payload, 16 bytes."""
+    tier: Tier
+    """Tier the daemon found it in; HOST once it is readable."""
+
+
+class PutOutcome:
+    """Why `begin_put` gave no slot."""
+
+    EXISTS = -1
+    """Somebody has it, or is writing it: nothing to do."""
+    FULL = -2
+    """No room without dropping something held: the write is skipped, never an error to a request."""
+
+
+class StoreClient(Protocol):
+    """One process's connection to its node daemon. Thread-safe; calls are batched and synchronous (a few tens of
+    microseconds). Any call may raise DaemonUnavailable; the owner then goes on with its device tier alone and calls
+    `reconnect`. Leases are renewed by the client's own heartbeat thread and die with the process."""
+
+    incarnation: Incarnation
+
+    def match(self, names: Sequence[BlockName]) -> int:
+        """How many leading names are readable in a row. Touches them for the policy. Takes no lease."""
+        ...
+
+    def lease(self, names: Sequence[BlockName]) -> list[Leased | None]:
+        """Take a read lease on each block; None where it is not (or no longer) there. A lease is counted: lease twice,
+        release twice. Reading a slot after `release`, or when `lease_valid` is False, is a bug."""
+        ...
+
+    def release(self, names: Sequence[BlockName]) -> None: ...
+
+    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]]) -> list[int]:
+        """(name, parent, depth) each -> slot to write, or PutOutcome. The slot is in state `writing`, owned by this
+        client; nobody sees it. Private blocks have parent None and are never in the directory."""
+        ...
+
+    def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
+        """(name, slot, digest) each: all become visible, or (LeaseExpired) none. `keep_lease` turns the write lease
+        into a read lease: the pin that holds a block until the handover is acknowledged."""
+        ...
+
+    def abort_put(self, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None: ...
+
+    def drop(self, names: Sequence[BlockName]) -> None:
+        """Forget blocks at once (private blocks after handover; corrupt ones). Held ones go when released."""
+        ...
+
+    def announce(self, added: Sequence[BlockName], removed: Sequence[BlockName]) -> None:
+        """Tell the directory what this rank's device tier gained and lost."""
+        ...
+
+    def slot_view(self, slot: SlotIndex) -> memoryview:
+        """The mapped bytes of a slot (`layout.slot_bytes`), writable."""
+        ...
+
+    def lease_valid(self) -> bool:
+        """False when the last heartbeat is older than the lease time: nothing leased may be read any more."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None:
+        """Release every lease and abort every write of this client."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """How many leading blocks of a prompt each place holds."""
+
+    host_blocks: dict[str, int]
+    """node name -> leading blocks readable there in host tier (or below)"""
+    device_blocks: dict[str, int]
+    """rank name ("prefill-0", "decode-0.1") -> leading blocks in its device tier"""
+
+
+class Directory(Protocol):
+    """A router's view of who holds which block. Answers from memory; never blocks on the network."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def lookup(self, names: Sequence[BlockName]) -> Placement: ...
+
+    def stats(self) -> dict[str, float]: ...
