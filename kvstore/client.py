@@ -77,6 +77,13 @@ class NodeClient(StoreOperations):
             self._dial(again)
             self._announce_all()
 
+    def hang_up(self) -> None:
+        """Break the connection without a word, as the end of this process would. For tests and for tear-down of a rank
+        that is lost."""
+        connection = self._connection
+        if connection is not None:
+            connection.shutdown()
+
     def close(self) -> None:
         with self._lock:
             if self._closed.is_set():

@@ -75,15 +75,17 @@ class StoreCore:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def open(self, hello: Hello, peer: PeerProcess) -> tuple[Session, wire.Welcome]:
-        """Raises IncompatiblePeer if the other side names blocks, weighs or lays out slabs differently."""
-        if hello.fingerprint != self.facts.fingerprint:
+        """Raises IncompatiblePeer if the other side names blocks, weighs or lays out slabs differently. Who only looks
+        may come without a fingerprint."""
+        looks = hello.role in LOOKER_ROLES
+        if hello.fingerprint != self.facts.fingerprint and (hello.fingerprint or not looks):
             raise IncompatiblePeer(
                 f"{hello.name} has fingerprint {hello.fingerprint.hex()[:16]}, this node "
                 f"{self.facts.fingerprint.hex()[:16]}: naming, weights or slab layout differ"
             )
         if any(s.stores and s.owner == hello.incarnation for s in self._sessions):
             raise IncompatiblePeer(f"{hello.name} {hello.incarnation} is attached twice")
-        session = Session(hello.name, hello.incarnation, peer, hello.role not in LOOKER_ROLES)
+        session = Session(hello.name, hello.incarnation, peer, not looks)
         if session.stores:
             self.tier.attach(session.owner)
         self._sessions.append(session)
