@@ -141,6 +141,8 @@ def test_rule_4_slots_of_a_vanished_writer_are_quarantined_first(node, names):
     node.settle(lambda: watcher.stats()["host_quarantined"] == 3, 2.0)
     got = watcher.begin_put([(private_name(), None, 0) for _ in range(node.slots)])
     assert not set(got) & set(slots)
+    with pytest.raises(DaemonUnavailable):
+        doomed.match([])
     doomed.reconnect()  # its process lives: this says that it no longer writes
     node.settle(lambda: watcher.stats()["host_quarantined"] == 0, 3.0)
 
