@@ -139,7 +139,7 @@ class StoreCore:
         """Whether a process may still write into slots of a session that broke off: its own, or another rank of its
         group (same name), to which a leader deals writes. A process that has ended or dialled again may not."""
         attached = [s for s in self._sessions if s.name == gone.name and s.stores]
-        watched = [PeerProcess(pid) for pid in {gone.peer.pid, *(s.peer.pid for s in attached)}]
+        watched = [peer.copy() for peer in {p.pid: p for p in (gone.peer, *(s.peer for s in attached))}.values()]
         before = set(map(id, attached))
 
         def may_write() -> bool:

@@ -38,6 +38,13 @@ class PeerProcess:
             self._known_dead = bool(poll.poll(0))
         return self._fd >= 0 and not self._known_dead
 
+    def copy(self) -> "PeerProcess":
+        """The same process, to be closed separately: it stays recognised even if its pid is given out again."""
+        other = PeerProcess(0)
+        other.pid, other._known_dead = self.pid, self._known_dead
+        other._fd = os.dup(self._fd) if self._fd >= 0 else -1
+        return other
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
