@@ -57,19 +57,24 @@ class FakeFixture:
 class DaemonFixture:
     """A real daemon process. `close` also checks that it ends in order and leaves nothing behind."""
 
-    def __init__(self, directory: Path, slots: int = 8, lease_s: float = 1.0) -> None:
+    def __init__(
+        self, directory: Path, slots: int = 8, lease_s: float = 1.0, name: str = "node-0", redis_url: str = ""
+    ) -> None:
         self.slots = slots
         self.socket = directory / "node.sock"
         self.name = f"hrtest-{os.getpid()}-{directory.name}"
         self.lease_s = lease_s
+        self.node_name = name
+        self.redis_url = redis_url
         self.clients: list[NodeClient] = []
         self.process = self.start()
 
     def start(self) -> "subprocess.Popen[str]":
         layout = {"num_layers": 1, "full_layers": [0], "has_mtp": False, "row_format": "tile656"}
-        command = [sys.executable, "-m", "headrace.kvstore.daemon", "--name", self.name, "--socket", str(self.socket)]
+        command = [sys.executable, "-m", "headrace.kvstore.daemon", "--socket", str(self.socket)]
         command += ["--layout", json.dumps(layout), "--fingerprint", FINGERPRINT.hex(), "--lease-s", str(self.lease_s)]
         command += ["--host-bytes", str(self.slots * LAYOUT.slot_bytes), "--shm-dir", str(SHM)]
+        command += ["--name", self.node_name, "--arena-prefix", self.name, "--redis", self.redis_url]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

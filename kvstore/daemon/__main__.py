@@ -30,7 +30,8 @@ def main() -> int:
                 host_policy=args.policy,
                 lease_s=args.lease_s,
             ),
-            arena_prefix=args.name,
+            directory_url=args.redis,
+            arena_prefix=args.arena_prefix or args.name,
         )
     )
     # Blocked before any thread starts, so that every thread inherits it and only sigwait sees them.
@@ -60,6 +61,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shm-dir", type=Path, default=Path(default.shm_dir))
     parser.add_argument("--policy", default=default.host_policy)
     parser.add_argument("--lease-s", type=float, default=default.lease_s)
+    parser.add_argument("--arena-prefix", default="", help="start of the shared-memory file's name; empty: the node's")
+    parser.add_argument("--redis", default="", help="URL of the Redis that holds the directory")
     return parser.parse_args()
 
 

@@ -41,6 +41,7 @@ class NodeDaemonBox:
                 layout=context.layout,
                 fingerprint=context.fingerprint,
                 store=context.config.store,
+                directory_url=context.config.directory.url,
                 arena_prefix=f"{Path(context.run_dir).name}-{context.name}",
             )
         )

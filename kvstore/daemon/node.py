@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import threading
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import StoreConfig
 from headrace.errors import ConfigError
@@ -12,11 +12,14 @@ from headrace.ids import new_incarnation
 from headrace.kvstore.arena import Arena
 from headrace.kvstore.daemon.core import NodeFacts, StoreCore
 from headrace.kvstore.daemon.server import StoreServer
+from headrace.kvstore.directory.tasks import end
 from headrace.kvstore.host_tier import HostTier
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.policies import make_policy
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from headrace.kvstore.daemon.publisher import RedisPublisher
+
 STOP_TIMEOUT_S = 5.0
 
 
@@ -27,6 +30,8 @@ class NodeSettings:
     layout: SlabLayout
     fingerprint: bytes
     store: StoreConfig
+    directory_url: str = ""
+    """Redis to publish into; empty: routers ask this daemon."""
     arena_prefix: str
     """Start of the shared-memory file's name, so that whoever started this run can find it."""
 
@@ -42,6 +47,8 @@ class Node:
         self._arena: Arena | None = None
         self._core: StoreCore | None = None
         self._server: StoreServer | None = None
+        self._publisher: RedisPublisher | None = None
+        self._publishing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Allocate the arena and listen. Raises ConfigError with the reason; nothing is left behind then."""
@@ -83,7 +90,7 @@ class Node:
         """Close every connection and remove socket and arena. May be called in any state."""
         if self._thread.is_alive():
             if self._server is not None:
-                self._call(self._server.stop())
+                self._call(self._close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
         if not self._loop.is_running():
@@ -96,6 +103,21 @@ class Node:
         core.on_change = server.notify
         await server.start()
         self._server = server
+        if self._settings.directory_url:
+            # Imported here: a daemon without Redis needs no Redis client.
+            from headrace.kvstore.daemon.publisher import RedisPublisher
+
+            self._publisher = RedisPublisher(
+                self._settings.directory_url, self._settings.name, self._settings.fingerprint, core.events
+            )
+            self._publishing = asyncio.create_task(self._publisher.run())
+
+    async def _close(self) -> None:
+        if self._publisher is not None and self._publishing is not None:
+            await end(self._publishing)
+            await self._publisher.close()
+        if self._server is not None:
+            await self._server.stop()
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(STOP_TIMEOUT_S)

@@ -14,11 +14,23 @@ def _in_process(config: DirectoryConfig, nodes: Mapping[str, str], fingerprint: 
     return InProcessDirectory(nodes, fingerprint, poll_s=config.poll_s)
 
 
-_CREATORS: dict[str, Callable[[DirectoryConfig, Mapping[str, str], bytes], Directory]] = {"": _in_process}
+def _through_redis(config: DirectoryConfig, nodes: Mapping[str, str], fingerprint: bytes) -> Directory:
+    from headrace.kvstore.directory.through_redis import RedisDirectory
+
+    return RedisDirectory(config.url, fingerprint, poll_s=config.poll_s)
+
+
+_CREATORS: dict[str, Callable[[DirectoryConfig, Mapping[str, str], bytes], Directory]] = {
+    "": _in_process,
+    "redis": _through_redis,
+    "rediss": _through_redis,
+    "unix": _through_redis,
+}
 
 
 def make_directory(config: DirectoryConfig, nodes: Mapping[str, str], fingerprint: bytes = b"") -> Directory:
-    """The directory that the configuration asks for, not started. `nodes`: node name -> "unix:/..." of its daemon.
+    """The directory that the configuration asks for, not started. `nodes`: node name -> "unix:/..." of its daemon
+    (Redis knows them itself).
     `fingerprint`: `kvstore.names.fingerprint`; a daemon with another one is not listened to; empty: any."""
     scheme = urlsplit(config.url).scheme
     if scheme not in _CREATORS:

@@ -1,7 +1,6 @@
 """The in-process directory: follows the event log of each node daemon over its own connection."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +10,7 @@ from headrace.kvstore import wire
 from headrace.kvstore.base import Placement
 from headrace.kvstore.directory.index import PlaceIndex
 from headrace.kvstore.directory.stream import NodeStream
+from headrace.kvstore.directory.tasks import end
 
 log = logging.getLogger(__name__)
 LONG_POLL_S = 1.0
@@ -40,10 +40,7 @@ class InProcessDirectory:
 
     async def close(self) -> None:
         for follower in self._followers:
-            follower.cancel()
-        for follower in self._followers:
-            with contextlib.suppress(asyncio.CancelledError):
-                await follower
+            await end(follower)
         self._followers = []
         for stream in self._streams.values():
             await stream.close()
