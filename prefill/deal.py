@@ -1,7 +1,7 @@
 """Deals the rows of one step to the ranks of a group. Pure numpy: knows positions, not tokens, caches or processes.
 
 A row at position p scores p + 1 index keys in every full-indexer layer and costs a constant elsewhere, so the ranks are
-balanced both in rows and in positions: rows are ordered by position and dealt in a snake (0 1 .. n-1 n-1 .. 1 0 0 1 ..).
+balanced both in rows and in positions: rows are ordered by position and dealt in a snake (0 1 .. n-1 n-1 .. 1 0 0 ..).
 Every rank computes the same deal from the same plan; nobody sends it.
 """
 

@@ -37,13 +37,13 @@ class ChunkPlan:
     output_index: int = 0
     """Index within the answer of the token to sample."""
     answered: bytes = b""
-    """The prompt's last `output_index` tokens (sampled ones: penalties need them), little-endian u32; last chunk only."""
+    """The prompt's last `output_index` tokens (sampled ones, for penalties), little-endian u32; last chunk only."""
 
 
 @message
 class TailPlan:
-    """A prompt whose first token t_L is known: MTP position L - 1, then the draft chain. Uses the carried hidden state
-    of row L - 1."""
+    """A prompt whose first token t_L is known: MTP position L - 1, then the draft chain. Uses up the carried hidden
+    state of row L - 1."""
 
     request_id: RequestId
     table: bytes
@@ -124,6 +124,8 @@ class Sampled:
 
     token: int
     logprob: TokenLogprob | None
+    finish_reason: str | None
+    """"stop" or "length" when this token ends the answer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
