@@ -4,6 +4,7 @@
 with made-up tokens and checks what a rank would trip over.
 """
 
+import mmap
 from collections.abc import Sequence
 
 from headrace.errors import DaemonUnavailable, LeaseExpired
@@ -15,7 +16,8 @@ from headrace.prefill.plan import Drafted, Sampled, StepOutcome, StepPlan
 class MemoryStore:
     """`slots` host slots of `slot_bytes`. Blocks without a lease are evicted oldest first when room is needed."""
 
-    def __init__(self, slots: int, slot_bytes: int = 64) -> None:
+    def __init__(self, slots: int, slot_bytes: int = 64, memory: bytearray | mmap.mmap | None = None) -> None:
+        """`memory`: shared with the fakes of other processes, which may look at slots only."""
         self.incarnation = Incarnation("fake")
         self.available = True
         self.announced: set[BlockName] = set()
@@ -23,7 +25,7 @@ class MemoryStore:
         self.leases: dict[BlockName, int] = {}
         self.writing: dict[BlockName, SlotIndex] = {}
         self._free = [SlotIndex(i) for i in range(slots)]
-        self._memory = bytearray(slots * slot_bytes)
+        self._memory = memory if memory is not None else bytearray(slots * slot_bytes)
         self._slot_bytes = slot_bytes
 
     @property
@@ -142,6 +144,9 @@ class FakeRunner:
         outcome.bad = {restore.name for restore in plan.restores} & self.bad
         self.bad -= outcome.bad
         return outcome
+
+    def check(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

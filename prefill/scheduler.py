@@ -80,6 +80,10 @@ class Scheduler:
         self._give_back(prompt)
         self._announce()
 
+    def close_all(self) -> None:
+        for request_id in list(self._prompts):
+            self.close(request_id)
+
     def take_answers(self) -> list[PrefillDone]:
         answers, self._answers = self._answers, []
         return answers
@@ -88,6 +92,11 @@ class Scheduler:
         dropped = self._index.flush()
         self._announce()
         return dropped
+
+    @property
+    def idle(self) -> bool:
+        """No prompt is here, answered or not."""
+        return not self._prompts
 
     @property
     def waiting(self) -> bool:

@@ -5,15 +5,20 @@
 
 import dataclasses
 import itertools
+import mmap
+import multiprocessing
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from headrace.config import load_config
 from headrace.ids import Namespace, RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.device_index import DeviceIndex
+from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.names import chain
 from headrace.kvstore.policies import make_policy
 from headrace.kvstore.pool import DevicePool
@@ -26,6 +31,8 @@ from headrace.model.transformer import Transformer
 from headrace.prefill.exchange import AloneExchange
 from headrace.prefill.executor import Executor
 from headrace.prefill.fake import MemoryStore
+from headrace.prefill.group import PrefillGroup
+from headrace.prefill.rank import PrefillRank, Seat
 from headrace.prefill.scheduler import Limits, Scheduler
 from headrace.prefill.slabs import ArenaSlabs
 
@@ -100,11 +107,7 @@ class PrefillHouse:
         self.scheduler.close(answer.request_id)
 
     def slabs(self, tokens: Sequence[int], answer: PrefillDone) -> list[bytes]:
-        """Payloads of the prompt's blocks in the host tier, the private one last."""
-        assert answer.handover is not None
-        names = [*chain(ROOT, np.array(tokens, dtype="<u4")), answer.handover.private_name]
-        size = self.pool.layout.payload_bytes
-        return [bytes(self.store.slot_view(self.store.ready[name][0])[:size]) for name in names]
+        return slabs_of(self.store, self.pool.layout, tokens, answer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,3 +157,78 @@ def _rows(tokens: Sequence[int], blocks: int) -> StepRows:
         block_tables=torch.arange(blocks).unsqueeze(0),
         local=every,
     )
+
+
+def tiny_rank(seat: Seat, memory: mmap.mmap, host_blocks: int, overrides: Sequence[str]) -> PrefillRank:
+    """A rank of a tiny model whose host tier is a fake over `memory`, shared by the processes of the group."""
+    torch.set_num_threads(1)
+    spec = tiny_spec()
+    layout = spec.slab_layout("tile656")
+    store = MemoryStore(host_blocks, layout.slot_bytes, memory)
+    settings = [f"store.host_bytes={host_blocks * layout.slot_bytes}", "store.verify_share=1.0", *overrides]
+    model = tiny_model(spec, ep_rank=seat.rank, ep_size=seat.world)
+    return PrefillRank(load_config(overrides=settings), seat, spec, model, layout, store)
+
+
+def follower_main(seat: Seat, memory_path: str, host_blocks: int, overrides: Sequence[str]) -> None:
+    """Body of a follower's process: runs until the leader's stream ends."""
+    with Path(memory_path).open("r+b") as file:
+        rank = tiny_rank(seat, mmap.mmap(file.fileno(), 0), host_blocks, overrides)
+    rank.start()
+    rank.wait()
+    rank.stop(1.0)
+
+
+class GroupHouse:
+    """A real group on this machine: rank 0 in this process, followers in their own, gloo between them."""
+
+    def __init__(self, directory: Path, world: int, *, host_blocks: int = 64, overrides: Sequence[str] = ()) -> None:
+        size = host_blocks * tiny_spec().slab_layout("tile656").slot_bytes
+        path = directory / "host-tier"
+        path.write_bytes(bytes(size))
+        rendezvous = f"file://{directory / 'rendezvous'}"
+        context = multiprocessing.get_context("spawn")
+        self.followers = [
+            context.Process(
+                target=follower_main, args=(Seat(rank, world, rendezvous), str(path), host_blocks, overrides)
+            )
+            for rank in range(1, world)
+        ]
+        for process in self.followers:
+            process.start()
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.rank = tiny_rank(Seat(0, world, rendezvous), self._memory, host_blocks, overrides)
+        self.rank.start()
+
+    @property
+    def store(self) -> MemoryStore:
+        store = self.rank.client
+        assert isinstance(store, MemoryStore)
+        return store
+
+    @property
+    def group(self) -> PrefillGroup:
+        assert self.rank.group is not None
+        return self.rank.group
+
+    def run(self, tokens: Sequence[int], timeout_s: float = 60.0) -> PrefillDone:
+        return self.group.submit(make_request(tokens)).result(timeout_s)
+
+    def slabs(self, tokens: Sequence[int], answer: PrefillDone) -> list[bytes]:
+        return slabs_of(self.store, self.rank.pool.layout, tokens, answer)
+
+    def stop(self) -> None:
+        self.rank.stop(1.0)
+        for process in self.followers:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def slabs_of(store: MemoryStore, layout: SlabLayout, tokens: Sequence[int], answer: PrefillDone) -> list[bytes]:
+    """Payloads of the prompt's blocks in the host tier, the private one last."""
+    assert answer.handover is not None
+    names = [*chain(ROOT, np.array(tokens, dtype="<u4")), answer.handover.private_name]
+    return [bytes(store.slot_view(store.ready[name][0])[: layout.payload_bytes]) for name in names]
