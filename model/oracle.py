@@ -23,6 +23,7 @@ from headrace.kernels.experts.reference import ReferenceExperts
 from headrace.kernels.formats import FORMATS, RowFormat
 from headrace.kernels.index_keys.reference import ReferenceIndexKeys
 from headrace.kernels.latent_rows.reference import ReferenceLatentRows
+from headrace.kernels.tiles import pad_rows
 from headrace.kvstore.pool import DevicePool
 from headrace.model.base import StepRows
 from headrace.model.load import load_model
@@ -74,8 +75,8 @@ def neutral() -> Iterator[None]:
         for kernel, name, function in (
             (ReferenceLatentRows, "quantise", lambda self, c, r, fmt: _row_bytes(torch.cat((c, r), -1), fmt)),
             (ReferenceIndexKeys, "quantise", lambda self, k, fmt: _row_bytes(k, fmt)),
-            (ReferenceLatentRows, "gather", _gather(576)),
-            (ReferenceIndexKeys, "gather", _gather(128)),
+            (ReferenceLatentRows, "_decode", _decode),
+            (ReferenceIndexKeys, "gather_blocks", _gather_keys),
             (ReferenceIndexKeys, "write", _write_keys),
         ):
             enter(mock.patch.object(kernel, name, function))
@@ -83,15 +84,20 @@ def neutral() -> Iterator[None]:
 
 
 def _row_bytes(values: Tensor, fmt: RowFormat) -> Tensor:
-    return (values if fmt is FP32_ROWS else values.to(torch.bfloat16)).contiguous().view(torch.uint8)
+    return values.to(_dtype(fmt)).contiguous().view(torch.uint8)
 
 
-def _gather(width: int) -> Any:
-    def gather(self: Any, plane: Tensor, rows: Tensor, fmt: RowFormat) -> Tensor:
-        dtype = torch.float32 if fmt is FP32_ROWS else torch.bfloat16
-        return plane.view(-1, width * dtype.itemsize).index_select(0, rows).view(dtype).float()
+def _dtype(fmt: RowFormat) -> torch.dtype:
+    return torch.float32 if fmt is FP32_ROWS else torch.bfloat16
 
-    return gather
+
+def _decode(self: Any, rows: Tensor, fmt: RowFormat) -> Tensor:
+    return rows.view(_dtype(fmt)).float()
+
+
+def _gather_keys(self: Any, plane: Tensor, slots: Tensor, fmt: RowFormat, tile: int) -> tuple[Tensor, None]:
+    keys = plane.index_select(0, slots).view(_dtype(fmt)).float().view(-1, 128)
+    return pad_rows(keys, tile), None
 
 
 def _write_keys(self: Any, plane: Tensor, rows: Tensor, data: Tensor, fmt: RowFormat) -> None:
