@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Mover(Protocol):
-    """Copies between the pool and leased or written slots of the host tier. `StoreMover` (mover.py) is the product's."""
+    """Copies between the pool and slots of the host tier. `StoreMover` (mover.py) is the product's."""
 
     def restore(self, pairs: Seq[tuple[int, int, bytes]]) -> None:
         """(device slot, host slot, digest) each. Raises LeaseExpired or DigestMismatch: then nothing may be used."""

@@ -1,11 +1,11 @@
 """How the ranks of a group stay in step: one control exchange before a step, one inside it, a bell when all are idle.
 
-Before a step every rank tells how many rows it verifies, how many drafts it wants and whether it is leaving; so all know
-the row counts of the verify phase, and that all run it or none. How many rows the extend and each draft step have
+Before a step every rank tells how many rows it verifies, how many drafts it wants and whether it is leaving; so all
+know the row counts of the verify phase, and that all run it or none. How many rows the extend and each draft step have
 depends on what was accepted, so a second exchange follows the sampling. (The alternative, running the extend on all
-verify rows with rejected ones masked, saves that exchange of about 0.1 ms but computes up to 1 + n rows for each one that
-counts in 1 + (n - 1) expert layers, and lets rejected rows reach the expert exchange. Exact counts keep every row that
-is not a token of somebody's answer out of the model.)
+verify rows with rejected ones masked, saves that exchange of about 0.1 ms but computes up to 1 + n rows for each one
+that counts, and lets rejected rows reach the expert exchange. Exact counts keep every row that is not a token of
+somebody's answer, or a draft of it, out of the model.)
 """
 
 import select

@@ -1,7 +1,7 @@
 """The engine of one decode rank: a step loop in its own thread around scheduler, store worker and lock-step.
 
-Other threads talk to it through an inbox (`submit`, `abort`, `close_stream`, `flush`); it talks back through the sinks of
-the streams. Knows nothing of gRPC, processes, or how the model was loaded.
+Other threads talk to it through an inbox (`submit`, `abort`, `close_stream`, `flush`); it talks back through the sinks
+of the streams. Knows nothing of gRPC, processes, or how the model was loaded.
 """
 
 import logging

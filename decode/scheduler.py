@@ -1,7 +1,7 @@
-"""Who runs on this rank: bounded FIFO queue, admission by reservation, blocks of each sequence. Pure: no torch, no store.
+"""Who runs on this rank: bounded FIFO queue, admission by reservation, blocks of each sequence. Pure: no torch.
 
-A sequence is admitted when its whole life fits: every block of prompt + answer + slack is reserved (counted) at once and
-allocated when rows reach it, so nothing that was admitted can run out. It never computes a prompt position: `admit`
+A sequence is admitted when its whole life fits: every block of prompt + answer + slack is reserved (counted) at once
+and allocated when rows reach it, so nothing that was admitted can run out. It never computes a prompt position: `admit`
 only takes blocks, the join brings their bytes or the request is refused.
 """
 
@@ -56,8 +56,8 @@ class Scheduler:
         """Queue a sequence. Raises NeverFits, or CapacityError for an id that is already here."""
         if sequence.reserved_blocks > self.index.num_slots:
             raise NeverFits(
-                f"{len(sequence.prompt)} prompt + {sequence.limit} answer tokens need {sequence.reserved_blocks} blocks, "
-                f"this rank has {self.index.num_slots}"
+                f"{len(sequence.prompt)} prompt + {sequence.limit} answer tokens need {sequence.reserved_blocks} "
+                f"blocks, this rank has {self.index.num_slots}"
             )
         if self.find(sequence.request_id) is not None:
             raise CapacityError(f"request {sequence.request_id} is already on this rank")

@@ -179,11 +179,9 @@ class Sequence:
 def _check(request: DecodeRequest, length: int) -> None:
     if len(request.tokens) % 4 or length == 0:
         raise InputError(f"{len(request.tokens)} bytes of prompt are not one or more u32 tokens", "tokens")
-    if len(request.block_names) != length // BLOCK_TOKENS:
-        raise InputError(
-            f"a prompt of {length} tokens has {length // BLOCK_TOKENS} full blocks, got {len(request.block_names)} names",
-            "block_names",
-        )
+    full, named = length // BLOCK_TOKENS, len(request.block_names)
+    if named != full:
+        raise InputError(f"a prompt of {length} tokens has {full} full blocks, got {named} names", "block_names")
     if not 1 <= request.output_index <= length + 1:
         raise InputError(f"output_index {request.output_index} is not in 1..{length + 1}", "output_index")
     if request.sampling.max_tokens <= request.output_index:
