@@ -3,14 +3,17 @@ remembers, and a prefill that runs the reference engine and puts its blocks into
 
 import threading
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 
-from headrace.ids import BlockName, Namespace, RequestId
+from headrace.errors import DaemonUnavailable
+from headrace.ids import BlockName, Namespace, RequestId, SlotIndex, Tier, new_incarnation
 from headrace.kernels.formats import BLOCK_TOKENS
-from headrace.kvstore.base import StoreClient
+from headrace.kvstore.base import Leased, PutOutcome, StoreClient
 from headrace.kvstore.names import chain, private_name
 from headrace.kvstore.pool import DevicePool
 from headrace.kvstore.transfer import digest, store_slab
@@ -114,3 +117,95 @@ class FakePrefill:
             store_slab(pool, at, view)
             writes.append((block[0], slot, digest(view[: pool.layout.payload_bytes])))
         self._store.commit_put(writes, keep_lease=False)  # type: ignore[arg-type]
+
+
+class MemoryStore:
+    """A host tier inside this process, with switches for what can go wrong. `StoreClient` of any number of users."""
+
+    def __init__(self, slot_bytes: int, slots: int = 256) -> None:
+        self.incarnation = new_incarnation()
+        self.down = False
+        """True: every call raises DaemonUnavailable."""
+        self.valid = True
+        """False: leases have ended."""
+        self.announced: set[BlockName] = set()
+        self.leases: Counter[BlockName] = Counter()
+        self.blocks: dict[BlockName, tuple[SlotIndex, bytes]] = {}
+        self._memory = [bytearray(slot_bytes) for _ in range(slots)]
+        self._free = [SlotIndex(slot) for slot in range(slots)]
+        self._writing: dict[BlockName, SlotIndex] = {}
+
+    def payload(self, name: BlockName, size: int) -> bytes:
+        return bytes(self._memory[self.blocks[name][0]][:size])
+
+    def match(self, names: Seq[BlockName]) -> int:
+        self._check()
+        return next((at for at, name in enumerate(names) if name not in self.blocks), len(names))
+
+    def lease(self, names: Seq[BlockName]) -> list[Leased | None]:
+        self._check()
+        found: list[Leased | None] = []
+        for name in names:
+            block = self.blocks.get(name)
+            found.append(None if block is None else Leased(name, block[0], block[1], Tier.HOST))
+            self.leases[name] += block is not None
+        return found
+
+    def release(self, names: Seq[BlockName]) -> None:
+        self._check()
+        self.leases.subtract(names)
+
+    def begin_put(self, blocks: Seq[tuple[BlockName, BlockName | None, int]]) -> list[int]:
+        self._check()
+        slots: list[int] = []
+        for name, _parent, _depth in blocks:
+            if name in self.blocks or name in self._writing:
+                slots.append(PutOutcome.EXISTS)
+            elif not self._free:
+                slots.append(PutOutcome.FULL)
+            else:
+                self._writing[name] = self._free.pop()
+                slots.append(self._writing[name])
+        return slots
+
+    def commit_put(self, writes: Seq[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
+        self._check()
+        for name, slot, block_digest in writes:
+            self.blocks[name] = (slot, block_digest)
+            self.leases[name] += keep_lease
+            del self._writing[name]
+
+    def abort_put(self, writes: Seq[tuple[BlockName, SlotIndex]]) -> None:
+        for name, slot in writes:
+            del self._writing[name]
+            self._free.append(slot)
+
+    def drop(self, names: Seq[BlockName]) -> None:
+        self._check()
+        for name in names:
+            if name in self.blocks:
+                self._free.append(self.blocks.pop(name)[0])
+
+    def announce(self, added: Seq[BlockName], removed: Seq[BlockName]) -> None:
+        self._check()
+        self.announced |= set(added)
+        self.announced -= set(removed)
+
+    def slot_view(self, slot: SlotIndex) -> memoryview:
+        return memoryview(self._memory[slot])
+
+    def lease_valid(self) -> bool:
+        return self.valid
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def reconnect(self) -> None:
+        self._check()
+
+    def close(self) -> None:
+        pass
+
+    def _check(self) -> None:
+        if self.down:
+            raise DaemonUnavailable("the fake store is switched off")

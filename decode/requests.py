@@ -121,7 +121,9 @@ class Requests:
         """The sequences of the next step, their rows addressable."""
         for outcome in runner.prepare(self._scheduler.running, self._options.draft_tokens):
             self._fail(outcome.sequence, _as_headrace(outcome.error))
-        return self._scheduler.running
+        running = self._scheduler.running
+        self._counters.prompt_rows_computed_total += sum(max(0, len(s.prompt) - s.committed) for s in running)
+        return running
 
     def settle(self, outcomes: list[Outcome], step: int) -> None:
         """After a step: publish, release what ended, deliver tokens, one message per stream."""
