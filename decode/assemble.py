@@ -26,6 +26,7 @@ def make_rank(
     exchange: Any = None,
     control: Control | None = None,
     policy: str = "lru",
+    verify_share: float = 1.0,
 ) -> DecodeRank:
     """`exchange` and `control` belong to the group; None for a rank alone. Collective when the group has more than one
     rank: its bells exchange their ports."""
@@ -35,7 +36,7 @@ def make_rank(
     lockstep = Lockstep(control)
     scheduler = Scheduler(options, DeviceIndex(pool.slots, make_policy(policy, pool.slots)))
     runner = StepRunner(model, pool, exchange, lockstep, scheduler, has_mtp=pool.layout.has_mtp)
-    mover = StoreMover(pool, client)
+    mover = StoreMover(pool, client, verify_share)
     return DecodeRank(
         options=options,
         scheduler=scheduler,

@@ -14,11 +14,12 @@ from headrace.decode.base import DecodeOptions
 from headrace.decode.lockstep import GroupControl
 from headrace.decode.rank import DecodeRank
 from headrace.decode.service import DecodeService, box_status, decode_hello
+from headrace.errors import RankLost
 from headrace.ids import new_incarnation
 from headrace.kvstore.client import NodeClient
 from headrace.kvstore.pool import DevicePool
+from headrace.model.choose import device_of, load_from_config
 from headrace.model.exchange import GroupExchange
-from headrace.model.load import load_model
 from headrace.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,15 @@ class DecodeRankBox:
 
     def start(self) -> dict[str, str]:
         context = self._context
-        torch.set_num_threads(context.config.model.threads)
         spec = ModelSpec.from_dir(context.config.model.path)
-        device = _device(context.config.model.device, context.rank)
+        local_index = context.rank % max(1, torch.cuda.device_count())
+        device = device_of(context.config, local_index)
+        model = load_from_config(
+            context.config, spec, ep_rank=context.rank, ep_size=context.world, local_index=local_index
+        )
         control, exchange = self._join_group(device)
-        model = _load(context, spec, device)
         pool = DevicePool(context.layout, context.config.decode.device_blocks, device)
-        self._client = self._connect(pool)
+        self._client = NodeClient(context.endpoints["node-0"], context.name)
         self._rank = make_rank(
             model=model,
             pool=pool,
@@ -57,6 +60,7 @@ class DecodeRankBox:
             exchange=exchange,
             control=control,
             policy=context.config.store.device_policy,
+            verify_share=context.config.store.verify_share,
         )
         self._rank.start()
         self._serving.start()
@@ -98,39 +102,14 @@ class DecodeRankBox:
         small = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
         return GroupControl(small), GroupExchange()
 
-    def _connect(self, pool: DevicePool) -> NodeClient:
-        context = self._context
-        return NodeClient(context.endpoints["node-0"], context.name)
-
     async def _serve(self) -> int:
         assert self._rank is not None
         self._server = DecodeService(self._rank, self._hello).server(self._context.token)
         port: int = self._server.add_insecure_port("127.0.0.1:0")
+        if not port:
+            raise RankLost("no free TCP port on 127.0.0.1")
         await self._server.start()
         return port
-
-
-def _device(setting: str, rank: int) -> torch.device:
-    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-def _load(context: Any, spec: ModelSpec, device: torch.device) -> Any:
-    model = context.config.model
-    deterministic = model.deterministic == "on" or (model.deterministic == "auto" and device.type == "cpu")
-    return load_model(
-        spec,
-        model.path,
-        model.load_format,
-        device,
-        context.rank,
-        context.world,
-        context.layout.row_format,
-        deterministic,
-        kernels=model.kernels,
-        dummy_seed=model.dummy_seed,
-    )
 
 
 def _options(config: Any, spec: ModelSpec) -> DecodeOptions:

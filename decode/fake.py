@@ -54,7 +54,7 @@ class ListSink:
         parts = [p for m in list(self.messages) if isinstance(m, StepTokens) for p in m.sequences]
         return next((p.finish_reason for p in parts if p.request_id == request_id and p.finish_reason), None)
 
-    def of(self, kind: type, request_id: str) -> list[Any]:
+    def of(self, kind: type[Any], request_id: str) -> list[Any]:
         return [m for m in list(self.messages) if isinstance(m, kind) and m.request_id == request_id]
 
     def wait(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from headrace.decode.base import Source
 from headrace.decode.sequence import Sequence
-from headrace.errors import BlockMiss, HeadraceError, LeaseExpired, StoreError
+from headrace.errors import BlockMiss, DaemonUnavailable, HeadraceError, LeaseExpired, StoreError
 from headrace.ids import BlockName, Tier
-from headrace.kvstore.base import StoreClient
+from headrace.kvstore.base import Leased, StoreClient
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class Mover(Protocol):
     """Copies between the pool and slots of the host tier. `StoreMover` (mover.py) is the product's."""
 
-    def restore(self, pairs: Seq[tuple[int, int, bytes]]) -> None:
-        """(device slot, host slot, digest) each. Raises LeaseExpired or DigestMismatch: then nothing may be used."""
+    def restore(self, device_slot: int, source: Leased) -> None:
+        """Copy one leased block. Raises DigestMismatch: then the slot's bytes must not be used, and the block has been
+        dropped from the store."""
         ...
 
     def publish(self, blocks: Seq[tuple[int, BlockName, BlockName | None, int]]) -> tuple[int, int]:
@@ -49,7 +50,7 @@ class JoinJob:
     """Set by the loop; the worker stops before the next block."""
     error: HeadraceError | None = None
     tiers: list[str] = dataclasses.field(default_factory=list)
-    host_slots: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+    leases: list[Leased] = dataclasses.field(default_factory=list)
 
     @property
     def names(self) -> list[BlockName]:
@@ -98,6 +99,7 @@ class StoreWorker:
         self._others: deque[PublishJob | AnnounceJob] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._close_by = 0.0
         self._retry_at = 0.0
         self._thread: threading.Thread | None = None
         self.connected = True
@@ -121,9 +123,11 @@ class StoreWorker:
         self._put(self._others, job)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the job in hand; what waits is dropped, leases end with the client."""
+        """Finish what waits within `timeout_s` (an answer's last blocks are worth publishing), then end the thread.
+        What is left after that is dropped; its leases end with the client."""
         with self._changed:
             self._closed = True
+            self._close_by = time.monotonic() + timeout_s
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -153,9 +157,11 @@ class StoreWorker:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        while not self._closed:
+        while not self._closed or time.monotonic() < self._close_by:
             if self.run_next():
                 continue
+            if self._closed:
+                return
             if not self.connected:
                 self._reconnect()
             with self._changed:
@@ -183,13 +189,13 @@ class StoreWorker:
         self.connected = False
         self._retry_at = time.monotonic() + RECONNECT_S
 
-    def _guard(self, doing: str, call: Callable[[], object]) -> bool:
+    def _guard(self, doing: str, call: Callable[[], object]) -> None:
         try:
             call()
-        except (StoreError, OSError) as error:
+        except (DaemonUnavailable, OSError) as error:
             self._lost(doing, error)
-            return False
-        return True
+        except StoreError as error:
+            log.warning("%s: %s", doing, error)
 
     # --- joins ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +209,7 @@ class StoreWorker:
                 self._copy(job)
         except HeadraceError as error:
             job.error = error
-            if not isinstance(error, (BlockMiss, LeaseExpired)) and isinstance(error, StoreError):
+            if isinstance(error, DaemonUnavailable):
                 self._lost("join", error)
             self._give_back(job)
         except Exception as error:  # an I/O error of the mapped arena, say: this request fails, the loop goes on
@@ -223,13 +229,13 @@ class StoreWorker:
             )
         job.leased = True
         job.tiers = [lease.tier.value for lease in leases if lease is not None]
-        job.host_slots = [(lease.slot, lease.digest) for lease in leases if lease is not None]
+        job.leases = [lease for lease in leases if lease is not None]
 
     def _copy(self, job: JoinJob) -> None:
-        for slot, (host_slot, digest) in zip(job.slots, job.host_slots):
+        for slot, lease in zip(job.slots, job.leases):
             if job.cancelled:
                 break
-            self._mover.restore([(slot, host_slot, digest)])
+            self._mover.restore(slot, lease)
         if not job.cancelled and not self._client.lease_valid():
             raise LeaseExpired(f"the lease of {len(job.sources)} blocks ended while they were copied")
         job.copied = not job.cancelled
@@ -250,7 +256,7 @@ class StoreWorker:
             job.published, job.skipped = self._mover.publish(job.blocks)
         except (StoreError, OSError) as error:
             job.published, job.skipped = 0, len(job.blocks)
-            if not isinstance(error, LeaseExpired):
+            if isinstance(error, (DaemonUnavailable, OSError)):
                 self._lost("publish", error)
 
 

@@ -116,7 +116,9 @@ class StepRunner:
     def _extend_and_draft(
         self, outcomes: list[Outcome], starts: list[int], hidden: Tensor, wanted: list[int], tail: Tail
     ) -> None:
-        runs, kept, offset = [], [], 0
+        runs: list[Run] = []
+        kept: list[int] = []  # rows of the verify that became tokens
+        offset = 0
         for outcome, start in zip(outcomes, starts):
             sequence = outcome.sequence
             if outcome.emission is not None:

@@ -189,6 +189,18 @@ def test_a_lease_that_ends_during_the_copy_is_refused(model, house, make_prompt)
     here.sink.wait(here.idle)
 
 
+def test_a_corrupt_block_is_refused_and_dropped(model, house, make_prompt):
+    here = house(model)
+    request = here.prefill.request("a", make_prompt(130), SamplingParams(max_tokens=4, temperature=0.0))
+    here.store.slot_view(here.store.blocks[request.block_names[1]][0])[77] ^= 1
+    here.rank.submit(here.stream, request)
+    here.sink.wait(lambda: bool(here.sink.of(Refused, "a")))
+    assert here.sink.of(Refused, "a")[0].error.kind == "DigestMismatch"
+    assert request.block_names[1] not in here.store.blocks
+    here.sink.wait(here.idle)
+    assert here.rank.status()["store_connected"] == 1
+
+
 def test_a_resumed_stream_draws_the_same_tokens(model, house, make_prompt, reference):
     here = house(model)
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=11, presence_penalty=0.5)

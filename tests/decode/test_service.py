@@ -79,7 +79,7 @@ def test_a_broken_stream_releases_its_requests_within_one_step(model, house, mak
         async for message in call:
             if isinstance(message, StepTokens):
                 break
-        assert here.rank.status()["queued"] > 0
+        await until(lambda: here.rank.status()["queued"] == 2)
         steps = here.rank.counters.steps_total
         call.cancel()
         await until(here.idle)
