@@ -22,6 +22,7 @@ _registry: dict[str, type[Any]] = {}
 _hints: dict[type[Any], dict[str, Any]] = {}
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def message(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, slotted, keyword-only dataclass that `encode` and `decode` know by its name."""
     made = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
