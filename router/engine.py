@@ -198,6 +198,7 @@ class Sequence:
                     output_index=resumed + 1,
                     sampling=sampling,
                     handover=done.handover,
+                    namespace=request.namespace,
                     publish=request.publish,
                 )
             )

@@ -79,13 +79,13 @@ class GlmParser:
             self._say(pieces, Reasoning(rest))
         elif self._state in ("start", "content"):
             self._content(pieces, rest)
-            if not self.calls:
-                self._say(pieces, Content(self._space))
         elif self._state == "name":
             # Cut off inside a name: there is no call to speak of, so the reader gets the text itself.
             self._content(pieces, CALL + rest)
         elif self._state == "value":
             self._arguments(pieces, self._open_writer().value_text(rest, complete=False))
+        if not self.calls:
+            self._say(pieces, Content(self._space))
         self._space = ""
         return pieces
 
@@ -123,7 +123,6 @@ class GlmParser:
         tag, text = self._take_until((CALL,))
         self._content(pieces, text)
         if tag is not None:
-            self._space = ""
             self._state = "name"
         return tag is not None
 
@@ -133,6 +132,7 @@ class GlmParser:
             return False
         self._writer = (self._tools or ToolTypes(())).writer(name.strip())
         self._say(pieces, CallStart(self.calls, name.strip()))
+        self._space = ""
         self.calls += 1
         self._state = "key" if tag == KEY else "between"
         if tag == END_CALL:
