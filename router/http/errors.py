@@ -67,6 +67,24 @@ def openai_error(error: HeadraceError) -> dict[str, Any]:
     }
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: HeadraceError) -> dict[str, Any]:
+    """The same in the form of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error) or error.kind}}
+
+
 def retry_headers(error: HeadraceError, retry_after_s: float) -> dict[str, str]:
     """Retry-After where waiting helps."""
     if error.http_status in (429, 503):

@@ -34,7 +34,8 @@ class HttpServer:
     async def start(self) -> str:
         """Listen; returns the URL. Raises ConfigError when the port is taken."""
         family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        # Named explicitly: asyncio switches Nagle's algorithm off (40 ms a response) only for sockets that say TCP.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((self._config.host, self._config.port))

@@ -43,3 +43,12 @@ async def test_tokenize_and_back() -> None:
         chat = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
         assert chat.json()["count"] > 4
         assert (await client.post("/tokenize", json={})).status_code == 400
+
+
+async def test_small_answers_do_not_wait_for_acknowledgements() -> None:
+    async with running_stack() as stack, httpx.AsyncClient(base_url=stack.url) as client:
+        seconds = []
+        for _ in range(15):
+            response = await client.post("/tokenize", json={"prompt": "x"})
+            seconds.append(response.elapsed.total_seconds())
+        assert sorted(seconds)[7] < 0.03  # 0.04 with Nagle's algorithm on
