@@ -23,6 +23,7 @@ from headrace.messages import (
     StepTokens,
 )
 from headrace.router.peer import Peer, PeerIdentity
+from headrace.rpc import Channel
 
 SERVICE = "headrace.Decode"
 RECONNECT_S = (0.05, 2.0)
@@ -88,8 +89,6 @@ class DecodeClient:
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._connected = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.drafted = 0
-        self.accepted = 0
 
     @property
     def connected(self) -> bool:
@@ -120,6 +119,7 @@ class DecodeClient:
     async def _keep_connected(self) -> None:
         pause = RECONNECT_S[0]
         while True:
+            channel: Channel | None = None
             try:
                 channel = await self.peer.ready()
                 pause = RECONNECT_S[0]
@@ -132,9 +132,12 @@ class DecodeClient:
                 if task is not None and task.cancelling():
                     raise
                 problem = error
+            except Exception as error:
+                log.exception("%s: the stream failed unexpectedly", self.name)
+                problem = error
             finally:
                 self._connected.clear()
-                self.peer.lost()
+                self.peer.lost(channel)
             log.warning("%s: stream lost (%s), reconnecting", self.name, _short(problem))
             self._fail_all(_short(problem))
             await asyncio.sleep(pause)
@@ -167,8 +170,6 @@ class DecodeClient:
     def _deal(self, message: Any) -> None:
         if isinstance(message, StepTokens):
             for part in message.sequences:
-                self.drafted += part.drafted
-                self.accepted += part.accepted
                 self._deliver(part.request_id, part, last=part.finish_reason is not None)
         elif isinstance(message, Accepted):
             self._deliver(message.request_id, message, last=False)

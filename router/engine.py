@@ -19,6 +19,7 @@ from headrace.errors import (
     DeadlineExceeded,
     EngineError,
     HeadraceError,
+    IncompatiblePeer,
     NeverFits,
     RankLost,
     StoreError,
@@ -33,6 +34,8 @@ from headrace.router.prefill_client import PrefillClient, PrefillRun
 MAX_MISSES = 4
 """Attempts that may end in BlockMiss before the request fails: more means the store is thrashing."""
 RETRY_PAUSE_S = (0.05, 1.0)
+WAIT_MARGIN_S = 0.1
+"""Waiting for room ends this much before the request does, so that the client learns the reason (429, not 504)."""
 ABORT_TIMEOUT_S = 5.0
 """How long a sequence waits for `Aborted`; afterwards the rank's own leases and the broken stream clean up."""
 
@@ -152,7 +155,7 @@ class Sequence:
         if isinstance(error, CapacityError):
             # A refusal before the first token belongs to the client; once tokens are out the stream must go on.
             return bool(self._sent)
-        return isinstance(error, (RankLost, StoreError))
+        return isinstance(error, (RankLost, StoreError)) and not isinstance(error, IncompatiblePeer)
 
     async def _attempt(self) -> None:
         """One pass through prefill and decode, continuing after the tokens already sent."""
@@ -165,7 +168,7 @@ class Sequence:
             names=chain.names,
             prompt_tokens=len(tokens) // 4,
             answer_tokens=sampling.max_tokens - resumed,
-            deadline=request.deadline,
+            deadline=request.deadline - WAIT_MARGIN_S,
         )
         ticket = await self._engine.placer.place(demand)
         pin: PrefillRun | None = None
@@ -218,9 +221,13 @@ class Sequence:
         self._emit((done.first_token,), () if done.logprob is None else (done.logprob,), done.finish_reason)
 
     async def _relay(self, run: DecodeRun) -> None:
+        clock = asyncio.get_running_loop().time
+        last = clock()
         while not self._finished:
             new = await run.tokens()
-            self._engine.observer.stepped(new.drafted, new.accepted)
+            now = clock()
+            self._engine.observer.stepped(new.drafted, new.accepted, now - last)
+            last = now
             self._emit(new.tokens, new.logprobs, new.finish_reason)
 
     def _emit(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], finish_reason: str | None) -> None:

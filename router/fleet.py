@@ -5,7 +5,7 @@ The watcher keeps two things fresh: the capacities that admission reserves again
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from headrace.errors import HeadraceError, RankLost
@@ -45,6 +45,7 @@ class Fleet:
             **nodes,
         }
         self._watcher: asyncio.Task[None] | None = None
+        self._moved: Callable[[], dict[str, str]] = dict
 
     async def start(self, timeout_s: float) -> None:
         """Greet every pool's boxes. Raises the last HeadraceError if one did not answer in time."""
@@ -69,6 +70,10 @@ class Fleet:
     def _clients(self) -> list[PrefillClient | DecodeClient]:
         return [*self.prefill.values(), *self.decode.values()]
 
+    def follow(self, moved: Callable[[], dict[str, str]]) -> None:
+        """`moved()` is asked once a second for new addresses of boxes that were started again."""
+        self._moved = moved
+
     def watch(self, groups: Mapping[str, GroupLoad], admission: Admission) -> None:
         self._watcher = asyncio.create_task(self._watch(groups, admission), name="fleet watcher")
 
@@ -81,7 +86,10 @@ class Fleet:
             await asyncio.sleep(WATCH_S)
 
     async def refresh(self, groups: Mapping[str, GroupLoad], admission: Admission) -> None:
-        """Read capacities once and let waiting requests try."""
+        """Follow moved boxes, read capacities, let waiting requests try."""
+        moved = self._moved()
+        for client in self._clients():
+            client.peer.move(moved.get(client.name, client.peer.address))
         found, _ = await self.statuses()
         for name, status in found.items():
             blocks = int(status.values.get("device_blocks", 0))

@@ -58,7 +58,8 @@ class Metrics:
         self.compute_rate.set(self._costs.compute.slope)
         self.restore_rate.set(self._costs.restore_s)
 
-    def stepped(self, drafted: int, accepted: int) -> None:
+    def stepped(self, drafted: int, accepted: int, since_last_s: float) -> None:
+        self._costs.learn_step(since_last_s)
         self.drafted.inc(drafted)
         self.accepted.inc(accepted)
 

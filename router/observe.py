@@ -11,7 +11,9 @@ class EngineObserver(Protocol):
         """A prompt was computed."""
         ...
 
-    def stepped(self, drafted: int, accepted: int) -> None: ...
+    def stepped(self, drafted: int, accepted: int, since_last_s: float) -> None:
+        """A decode rank delivered tokens of one sequence."""
+        ...
 
     def retried(self, kind: str) -> None:
         """An attempt failed with this error kind and is repeated."""

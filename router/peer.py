@@ -78,11 +78,11 @@ class Peer:
         self.healthy = True
         return channel
 
-    def lost(self) -> None:
-        """The connection failed: drop it. Calls that run on it end with RankLost."""
-        self.healthy = False
-        channel, self._channel = self._channel, None
-        if channel is not None:
+    def lost(self, channel: Channel | None) -> None:
+        """This connection failed: drop it. Calls that run on it end with RankLost. A newer one is left alone."""
+        if channel is not None and channel is self._channel:
+            self.healthy = False
+            self._channel = None
             task = asyncio.ensure_future(channel.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -91,7 +91,7 @@ class Peer:
         """The box was started again elsewhere."""
         if address != self.address:
             self.address = address
-            self.lost()
+            self.lost(self._channel)
 
     async def status(self, timeout_s: float) -> BoxStatus:
         """Raises HeadraceError."""

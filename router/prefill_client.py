@@ -6,10 +6,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace.errors import HeadraceError, RankLost, from_wire
+from headrace.errors import Cancelled, HeadraceError, RankLost, from_wire
 from headrace.messages import PrefillDone, PrefillFailed, PrefillRequest
 from headrace.router.peer import Peer, PeerIdentity
-from headrace.rpc import from_rpc_error
+from headrace.rpc import Channel, from_rpc_error
 
 SERVICE = "headrace.Prefill"
 
@@ -24,7 +24,7 @@ class PrefillClient:
     async def run(self, request: PrefillRequest) -> "PrefillRun":
         """Send a prompt. Raises RankLost (not reachable) or IncompatiblePeer."""
         channel = await self.peer.ready()
-        return PrefillRun(self.peer, channel.server_stream("Run", request))
+        return PrefillRun(self.peer, channel, channel.server_stream("Run", request))
 
     async def close(self) -> None:
         await self.peer.close()
@@ -33,8 +33,9 @@ class PrefillClient:
 class PrefillRun:
     """One prompt at a prefill group. Whoever made it must `close` it: until then its blocks stay pinned."""
 
-    def __init__(self, peer: Peer, call: Any) -> None:
+    def __init__(self, peer: Peer, channel: Channel, call: Any) -> None:
         self._peer = peer
+        self._channel = channel
         self._call = call
 
     async def done(self) -> PrefillDone:
@@ -53,7 +54,6 @@ class PrefillRun:
             return reply
         if isinstance(reply, PrefillFailed):
             raise from_wire(reply.error.kind, reply.error.text)
-        self._peer.lost()
         raise RankLost(f"{self._peer.name} ended the stream without an answer ({type(reply).__name__})")
 
     def close(self) -> None:
@@ -62,7 +62,8 @@ class PrefillRun:
 
     def _broken(self, error: grpc.aio.AioRpcError) -> HeadraceError:
         found = from_rpc_error(self._peer.address, error)
-        if isinstance(found, RankLost) or error.code() is grpc.StatusCode.CANCELLED:
-            self._peer.lost()
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._peer.lost(self._channel)
+        if isinstance(found, (RankLost, Cancelled)):
             return RankLost(f"{self._peer.name}: {found}")
         return found

@@ -38,7 +38,7 @@ class EventStream(Response):
         try:
             await asyncio.wait({pump, watcher}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._on_close(pump.done())
+            self._on_close(pump.done() and pump.exception() is None)
             watcher.cancel()
             pump.cancel()
             await asyncio.gather(pump, watcher, return_exceptions=True)
