@@ -196,3 +196,34 @@ async def test_drain_lets_running_streams_finish_and_refuses_new_ones() -> None:
         assert (await running).json()["usage"]["completion_tokens"] == 30
         await drained
         assert stack.held() == 0
+
+
+async def test_every_stream_survives_boxes_that_die_and_return() -> None:
+    expected = {}
+    for i in range(4):
+        expected[i] = await expected_text(prompt=f"{i} {PROMPT}", max_tokens=90)
+    dice = random.Random(5)
+    async with running_stack(groups=2) as stack, httpx.AsyncClient(limits=httpx.Limits(max_connections=60)) as client:
+        for rank in stack.decode:
+            rank.step_s = 0.01
+        for group in stack.prefill:
+            group.compute_s = 0.05
+
+        async def one(i: int) -> None:
+            await asyncio.sleep(dice.random() * 1.5)
+            response = await complete(stack, client, prompt=f"{i % 4} {PROMPT}", max_tokens=90)
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["text"] == expected[i % 4]
+            assert response.json()["usage"]["completion_tokens"] == 90
+
+        requests = [asyncio.create_task(one(i)) for i in range(40)]
+        for _ in range(5):
+            await asyncio.sleep(0.2)
+            victim = dice.choice([*stack.decode, *stack.prefill])
+            port = int(victim.address.rpartition(":")[2])
+            await victim.stop()
+            await asyncio.sleep(0.1)
+            await victim.start(port)
+        await asyncio.gather(*requests)
+        await stack.idle()
+        assert stack.router.placer.admission.check_integrity() == []
