@@ -70,10 +70,12 @@ async def assemble(
     directory: Directory,
     token: str,
     incarnation: Incarnation,
+    fingerprint: bytes = b"",
 ) -> Router:
     """Connect to the boxes (`prefill` and `decode`: name -> address) and build the application. Raises HeadraceError
-    when a box does not answer within `deploy.start_timeout_s` or is incompatible; nothing is left open then."""
-    identity = PeerIdentity("router", incarnation)
+    when a box does not answer within `deploy.start_timeout_s` or is incompatible; nothing is left open then. An empty
+    `fingerprint` takes over the first box's."""
+    identity = PeerIdentity("router", incarnation, fingerprint)
     prefill_clients = {n: PrefillClient(n, address, token, identity) for n, address in prefill.items()}
     decode_clients = {n: DecodeClient(n, address, token, identity) for n, address in decode.items()}
     fleet = Fleet(prefill_clients, decode_clients, nodes)

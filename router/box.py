@@ -40,6 +40,8 @@ class BoxContext(Protocol):
     @property
     def token(self) -> str: ...
     @property
+    def fingerprint(self) -> bytes: ...
+    @property
     def endpoints(self) -> dict[str, str]: ...
 
 
@@ -100,6 +102,7 @@ class RouterBox:
             directory=open_directory(config.directory, nodes, context.token),
             token=context.token,
             incarnation=self.incarnation,
+            fingerprint=context.fingerprint,
         )
         self._router.fleet.follow(_AddressFile(Path(context.run_dir) / ENDPOINTS_FILE).changed)
         self._server = HttpServer(self._router.app, config.router)

@@ -15,8 +15,8 @@ HELLO_TIMEOUT_S = 5.0
 class PeerIdentity:
     """Who this router is, and the fingerprint that all its peers must share.
 
-    The router holds no slabs, so it does not compute the layout half of the fingerprint: it greets with an empty one,
-    which asks, takes over the first answer and refuses every peer that gives another.
+    Deploy tells it, because the router knows no layouts. Empty: the first answer is taken over. Every peer that gives
+    another one is refused.
     """
 
     name: str

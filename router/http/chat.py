@@ -137,7 +137,7 @@ class ChatShape:
             "id": generation.spec.request_id,
             "created": int(time.time()),
             "model": service.model.name,
-            "system_fingerprint": None,
+            "system_fingerprint": service.system_fingerprint,
         }
         types = ToolTypes(tools) if tools else None
         self._choices = [

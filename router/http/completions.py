@@ -83,6 +83,7 @@ class CompletionShape:
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.model.name,
+            "system_fingerprint": service.system_fingerprint,
         }
         n = generation.spec.n
         self._echoes = [

@@ -1,6 +1,7 @@
 """HeadraceError to HTTP: status, headers and the OpenAI-shaped body. The one place that knows these names."""
 
 import json
+import secrets
 from typing import Any
 
 from starlette.requests import Request
@@ -82,7 +83,8 @@ _ANTHROPIC_TYPES = {
 def anthropic_error(error: HeadraceError) -> dict[str, Any]:
     """The same in the form of Anthropic's API."""
     kind = _ANTHROPIC_TYPES.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error) or error.kind}}
+    detail = {"type": kind, "message": str(error) or error.kind}
+    return {"type": "error", "error": detail, "request_id": f"req_{secrets.token_hex(12)}"}
 
 
 def retry_headers(error: HeadraceError, retry_after_s: float) -> dict[str, str]:

@@ -31,6 +31,8 @@ from headrace.router.http.service import Service
 from headrace.router.http.serving import serve
 from headrace.router.http.sse import event
 
+_UNUSED_USAGE = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
+"""Fields the API promises and this service has nothing to say about: null."""
 _STOPS = {"length": "max_tokens", "stop": "end_turn"}
 
 
@@ -64,7 +66,7 @@ def _render(service: Service, fields: MessagesRequest, tools: list[dict[str, Any
     return text, service.model.tokenizer.encode(text)
 
 
-def anthropic_usage(usage: Usage) -> dict[str, int]:
+def anthropic_usage(usage: Usage) -> dict[str, Any]:
     """Anthropic counts read, newly cached and other input apart. Every block is cached here without asking, so what was
     computed is `cache_creation` and nothing is left over."""
     return {
@@ -72,6 +74,7 @@ def anthropic_usage(usage: Usage) -> dict[str, int]:
         "cache_creation_input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        **dict.fromkeys(_UNUSED_USAGE),
     }
 
 
@@ -108,7 +111,13 @@ class MessageShape:
     def _piece(self, piece: Piece) -> Iterable[bytes]:
         if isinstance(piece, CallStart):
             yield from self._block(
-                {"type": "tool_use", "id": f"toolu_{call_id()[5:]}", "name": piece.name, "input": {}}
+                {
+                    "type": "tool_use",
+                    "id": f"toolu_{call_id()[5:]}",
+                    "name": piece.name,
+                    "input": {},
+                    "caller": {"type": "direct"},
+                }
             )
         elif isinstance(piece, CallArguments):
             # The block's input is JSON text until `body` parses it; a stream sends it in these very pieces.
@@ -121,7 +130,7 @@ class MessageShape:
 
     def _text(self, kind: str, text: str) -> Iterable[bytes]:
         if not self._open or self._blocks[-1]["type"] != kind:
-            extra = {"signature": ""} if kind == "thinking" else {}
+            extra: dict[str, Any] = {"signature": ""} if kind == "thinking" else {"citations": None}
             yield from self._block({"type": kind, kind: "", **extra})
         self._blocks[-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
@@ -142,7 +151,12 @@ class MessageShape:
 
     def end(self) -> Iterable[bytes]:
         yield from self._close()
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        delta = {
+            "container": None,
+            "stop_details": None,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
+        }
         usage = anthropic_usage(self._generation.usage)
         yield _frame({"type": "message_delta", "delta": delta, "usage": usage})
         yield _frame({"type": "message_stop"})
@@ -162,6 +176,8 @@ class MessageShape:
             "content": [_finished(block) for block in self._blocks],
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
+            "stop_details": None,
+            "container": None,
             "usage": anthropic_usage(self._generation.usage),
         }
 

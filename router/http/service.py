@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import secrets
 import struct
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -74,6 +75,11 @@ class Service:
 
     async def in_worker(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.workers, work)
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Changes when weights, layout or naming of the pools change; tells nothing of them."""
+        return f"fp_{hashlib.sha256(self.fingerprint()).hexdigest()[:12]}"
 
     def namespace(self, tenant: str) -> Namespace:
         fingerprint = self.fingerprint()

@@ -25,6 +25,7 @@ class Context:
     config: Config
     run_dir: str
     token: str
+    fingerprint: bytes = b"f" * 32
     endpoints: dict[str, str]
 
 
