@@ -60,25 +60,28 @@ class Router:
         self.workers.shutdown(wait=False, cancel_futures=True)
 
 
-async def assemble(
-    config: Config,
-    model: ServedModel,
-    *,
-    prefill: Mapping[str, str],
-    decode: Mapping[str, str],
-    nodes: Mapping[str, Box],
-    directory: Directory,
-    token: str,
-    incarnation: Incarnation,
-    fingerprint: bytes = b"",
-) -> Router:
-    """Connect to the boxes (`prefill` and `decode`: name -> address) and build the application. Raises HeadraceError
-    when a box does not answer within `deploy.start_timeout_s` or is incompatible; nothing is left open then. An empty
-    `fingerprint` takes over the first box's."""
-    identity = PeerIdentity("router", incarnation, fingerprint)
-    prefill_clients = {n: PrefillClient(n, address, token, identity) for n, address in prefill.items()}
-    decode_clients = {n: DecodeClient(n, address, token, identity) for n, address in decode.items()}
-    fleet = Fleet(prefill_clients, decode_clients, nodes)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backends:
+    """The boxes behind a router, and who it says it is."""
+
+    prefill: Mapping[str, str]
+    """name -> address, as `decode`"""
+    decode: Mapping[str, str]
+    nodes: Mapping[str, Box]
+    token: str
+    incarnation: Incarnation
+    fingerprint: bytes = b""
+    """Empty: take over the first box's."""
+
+
+async def assemble(config: Config, model: ServedModel, directory: Directory, backends: Backends) -> Router:
+    """Connect to the boxes and build the application. Raises HeadraceError when a box does not answer within
+    `deploy.start_timeout_s` or is incompatible; nothing is left open then."""
+    identity = PeerIdentity("router", backends.incarnation, backends.fingerprint)
+    token = backends.token
+    prefill_clients = {n: PrefillClient(n, address, token, identity) for n, address in backends.prefill.items()}
+    decode_clients = {n: DecodeClient(n, address, token, identity) for n, address in backends.decode.items()}
+    fleet = Fleet(prefill_clients, decode_clients, backends.nodes)
     costs = CostModel()
     metrics = Metrics(costs)
     placer = _placer(config, prefill_clients, decode_clients, directory, costs)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.config import Config
 from headrace.errors import EngineError
 from headrace.ids import new_incarnation
-from headrace.router.assemble import Router, assemble
+from headrace.router.assemble import Backends, Router, assemble
 from headrace.router.http.server import HttpServer
 from headrace.router.nodes import open_directory, open_nodes
 from headrace.router.served import load_served_model
@@ -93,17 +93,17 @@ class RouterBox:
         config = context.config
         boxes = context.endpoints
         nodes = {name: address for name, address in boxes.items() if name.startswith("node-")}
-        self._router = await assemble(
-            config,
-            await asyncio.to_thread(load_served_model, config),
+        backends = Backends(
             prefill={name: address for name, address in boxes.items() if name.startswith("prefill-")},
             decode={name: address for name, address in boxes.items() if name.startswith("decode-")},
             nodes=open_nodes(nodes, context.token),
-            directory=open_directory(config.directory, nodes, context.token),
             token=context.token,
             incarnation=self.incarnation,
             fingerprint=context.fingerprint,
         )
+        model = await asyncio.to_thread(load_served_model, config)
+        directory = open_directory(config.directory, nodes, context.token)
+        self._router = await assemble(config, model, directory, backends)
         self._router.fleet.follow(_AddressFile(Path(context.run_dir) / ENDPOINTS_FILE).changed)
         self._server = HttpServer(self._router.app, config.router)
         return await self._server.start()

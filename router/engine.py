@@ -24,6 +24,7 @@ from headrace.errors import (
     RankLost,
     StoreError,
 )
+from headrace.ids import RequestId
 from headrace.kvstore.names import NameChain
 from headrace.messages import DecodeRequest, PrefillDone, PrefillRequest, TokenLogprob
 from headrace.router.base import Demand, Event, NewTokens, Placer, PromptReady, SequenceRequest, Ticket
@@ -91,6 +92,7 @@ class Sequence:
         self._finished = False
         self._reported_prompt = False
         self._misses = 0
+        self._attempts = 0
         self._started_at = asyncio.get_running_loop().time()
 
     def start(self, forget: "Callable[[Sequence], None]") -> None:
@@ -160,6 +162,7 @@ class Sequence:
     async def _attempt(self) -> None:
         """One pass through prefill and decode, continuing after the tokens already sent."""
         request, sampling = self._request, self._request.sampling
+        request_id = self._attempt_id()
         resumed = len(self._sent)
         tokens = request.prompt + struct.pack(f"<{resumed}I", *self._sent)
         chain = NameChain(request.namespace)
@@ -177,7 +180,7 @@ class Sequence:
             last_one = sampling.max_tokens - resumed == 1
             pin = await self._engine.prefill[ticket.prefill].run(
                 PrefillRequest(
-                    request_id=request.request_id,
+                    request_id=request_id,
                     tokens=tokens,
                     block_names=tuple(chain.names),
                     sampling=sampling,
@@ -194,7 +197,7 @@ class Sequence:
                 raise EngineError(f"{ticket.prefill} gave neither a finish reason nor a handover")
             run = self._engine.decode[ticket.decode].submit(
                 DecodeRequest(
-                    request_id=request.request_id,
+                    request_id=request_id,
                     tokens=tokens,
                     block_names=tuple(chain.names),
                     first_token=done.first_token,
@@ -210,6 +213,12 @@ class Sequence:
             await self._relay(run)
         finally:
             await self._give_back(ticket, pin, run)
+
+    def _attempt_id(self) -> RequestId:
+        """A new id per attempt: what a pool still does for a broken attempt must not touch the next one."""
+        first = self._request.request_id
+        self._attempts += 1
+        return first if self._attempts == 1 else RequestId(f"{first}~{self._attempts}")
 
     def _prefilled(self, ticket: Ticket, demand: Demand, done: PrefillDone) -> None:
         ticket.prefill_finished()

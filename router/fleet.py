@@ -12,6 +12,7 @@ from headrace.errors import HeadraceError, RankLost
 from headrace.messages import BoxStatus
 from headrace.router.admission import Admission
 from headrace.router.decode_client import DecodeClient
+from headrace.router.peer import Peer
 from headrace.router.placement import GroupLoad
 from headrace.router.prefill_client import PrefillClient
 
@@ -49,23 +50,28 @@ class Fleet:
 
     async def start(self, timeout_s: float) -> None:
         """Greet every pool's boxes. Raises the last HeadraceError if one did not answer in time."""
-        for client in self.decode.values():
-            client.start()
         deadline = asyncio.get_running_loop().time() + timeout_s
-        for peer in [client.peer for client in self._clients()]:
-            while True:
-                try:
-                    await peer.ready()
-                    break
-                except RankLost:
-                    if asyncio.get_running_loop().time() > deadline:
-                        raise
-                    await asyncio.sleep(0.1)
+        # Prefill first: a router that was told no fingerprint takes over theirs before it greets a decode rank.
+        for client in self._clients():
+            await self._greet(client.peer, deadline)
+        for rank in self.decode.values():
+            rank.start()
         while not all(client.connected for client in self.decode.values()):
             if asyncio.get_running_loop().time() > deadline:
                 down = [name for name, client in self.decode.items() if not client.connected]
                 raise RankLost(f"no stream to {', '.join(down)} within {timeout_s} s")
             await asyncio.sleep(0.01)
+
+    @staticmethod
+    async def _greet(peer: Peer, deadline: float) -> None:
+        while True:
+            try:
+                await peer.ready()
+                return
+            except RankLost:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
 
     def _clients(self) -> list[PrefillClient | DecodeClient]:
         return [*self.prefill.values(), *self.decode.values()]

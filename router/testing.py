@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from headrace.config import Config, from_dict
 from headrace.ids import new_incarnation
-from headrace.router.assemble import Router, assemble
+from headrace.router.assemble import Backends, Router, assemble
 from headrace.router.fake import FakeDecode, FakePrefill, FakeStore, Script, echo
 from headrace.router.http.server import HttpServer
 from headrace.router.served import load_served_model
@@ -47,16 +47,14 @@ async def running_stack(
         for box in boxes:
             await box.start()
             stack.push_async_callback(box.stop)
-        made = await assemble(
-            config,
-            load_served_model(config),
+        backends = Backends(
             prefill={box.name: box.address for box in prefill},
             decode={box.name: box.address for box in decode},
             nodes={},
-            directory=store,
             token="t",
             incarnation=new_incarnation(),
         )
+        made = await assemble(config, load_served_model(config), store, backends)
         stack.push_async_callback(made.close)
         server = HttpServer(made.app, config.router)
         url = await server.start()
