@@ -47,185 +47,30 @@ class CallArguments:
 Piece = Reasoning | Content | CallStart | CallArguments
 
 
-class GlmParser:
-    def __init__(self, *, in_reasoning: bool, tools: ToolTypes | None) -> None:
-        """`tools` None: the request had none, `<tool_call>` is ordinary text."""
-        self._tools = tools
-        self._state = "reasoning" if in_reasoning else "start"
-        self._buffer = ""
-        self._space = ""
-        """Whitespace of the content that goes out only if more content follows."""
-        self._writer: ArgumentWriter | None = None
-        self.calls = 0
-        """Tool calls started so far."""
-        self.complete_calls = 0
+class TagBuffer:
+    """Text that has arrived and is not yet interpreted."""
 
-    @property
-    def in_reasoning(self) -> bool:
-        return self._state == "reasoning"
+    def __init__(self) -> None:
+        self.text = ""
 
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        """The answer ended: what was held back, as what it would have been."""
-        pieces: list[Piece] = []
-        rest, self._buffer = self._buffer, ""
-        if self._state == "reasoning":
-            self._say(pieces, Reasoning(rest))
-        elif self._state in ("start", "content"):
-            self._content(pieces, rest)
-        elif self._state == "name":
-            # Cut off inside a name: there is no call to speak of, so the reader gets the text itself.
-            self._content(pieces, CALL + rest)
-        elif self._state == "value":
-            self._arguments(pieces, self._open_writer().value_text(rest, complete=False))
-        if not self.calls:
-            self._say(pieces, Content(self._space))
-        self._space = ""
-        return pieces
-
-    def _step(self, pieces: list[Piece]) -> bool:
-        """Consume one stretch of the buffer; False when more text is needed."""
-        handler = getattr(self, f"_in_{self._state}")
-        done: bool = handler(pieces)
-        return done
-
-    def _in_start(self, pieces: list[Piece]) -> bool:
-        stripped = self._buffer.lstrip()
-        if stripped.startswith(THINK):
-            self._buffer = stripped[len(THINK) :]
-            self._state = "reasoning"
-            return True
-        if THINK.startswith(stripped):
-            return False
-        self._state = "content"
-        return True
-
-    def _in_reasoning(self, pieces: list[Piece]) -> bool:
-        tag, text = self._take_until((END_THINK, CALL) if self._tools is not None else (END_THINK,))
-        self._say(pieces, Reasoning(text))
-        if tag == END_THINK:
-            self._state = "content"
-        elif tag == CALL:
-            self._state = "name"
-        return tag is not None
-
-    def _in_content(self, pieces: list[Piece]) -> bool:
-        if self._tools is None:
-            self._say(pieces, Content(self._buffer))
-            self._buffer = ""
-            return False
-        tag, text = self._take_until((CALL,))
-        self._content(pieces, text)
-        if tag is not None:
-            self._state = "name"
-        return tag is not None
-
-    def _in_name(self, pieces: list[Piece]) -> bool:
-        tag, name = self._find((KEY, END_CALL))
-        if tag is None:
-            return False
-        self._writer = (self._tools or ToolTypes(())).writer(name.strip())
-        self._say(pieces, CallStart(self.calls, name.strip()))
-        self._space = ""
-        self.calls += 1
-        self._state = "key" if tag == KEY else "between"
-        if tag == END_CALL:
-            self._end_call(pieces)
-        return True
-
-    def _in_between(self, pieces: list[Piece]) -> bool:
-        """After a value: the next key or the end of the call. Anything else there is noise of the model."""
-        tag, _ = self._find((KEY, END_CALL))
-        if tag == KEY:
-            self._state = "key"
-        elif tag == END_CALL:
-            self._end_call(pieces)
-        return tag is not None
-
-    def _in_key(self, pieces: list[Piece]) -> bool:
-        tag, key = self._find((END_KEY,))
-        if tag is None:
-            return False
-        self._arguments(pieces, self._open_writer().key(key.strip()))
-        self._state = "gap"
-        return True
-
-    def _in_gap(self, pieces: list[Piece]) -> bool:
-        tag, _ = self._find((VALUE, END_CALL))
-        if tag == VALUE:
-            self._state = "value"
-        elif tag == END_CALL:
-            self._arguments(pieces, self._open_writer().value_text("", complete=True))
-            self._end_call(pieces)
-        return tag is not None
-
-    def _in_value(self, pieces: list[Piece]) -> bool:
-        writer = self._open_writer()
-        tag, text = self._take_until((END_VALUE,)) if writer.streams else self._find((END_VALUE,))
-        if tag is None and not writer.streams:
-            return False
-        self._arguments(pieces, writer.value_text(text, complete=tag is not None))
-        if tag is not None:
-            self._state = "between"
-        return tag is not None
-
-    def _end_call(self, pieces: list[Piece]) -> None:
-        self._arguments(pieces, self._open_writer().end())
-        self._writer = None
-        self.complete_calls += 1
-        self._state = "content"
-
-    def _open_writer(self) -> ArgumentWriter:
-        assert self._writer is not None
-        return self._writer
-
-    def _arguments(self, pieces: list[Piece], text: str) -> None:
-        self._say(pieces, CallArguments(self.calls - 1, text))
-
-    def _content(self, pieces: list[Piece], text: str) -> None:
-        """Content whose trailing whitespace waits for more content (or for the end)."""
-        text = self._space + text
-        body = text.rstrip()
-        self._space = text[len(body) :]
-        self._say(pieces, Content(body))
-
-    @staticmethod
-    def _say(pieces: list[Piece], piece: Piece) -> None:
-        if isinstance(piece, CallStart) or piece.text:
-            pieces.append(piece)
-
-    def _find(self, tags: Sequence[str]) -> tuple[str | None, str]:
-        """The first of `tags` in the buffer and the text before it, both consumed; (None, "") if there is none yet."""
-        at, tag = self._first(tags)
-        if tag is None:
+    def find(self, tags: Sequence[str]) -> tuple[str | None, str]:
+        """The first of `tags` in the text and what precedes it, both consumed; (None, "") if there is none yet."""
+        found = [(at, tag) for tag in tags if (at := self.text.find(tag)) >= 0]
+        if not found:
             return None, ""
-        text = self._buffer[:at]
-        self._buffer = self._buffer[at + len(tag) :]
-        return tag, text
+        at, tag = min(found)
+        before, self.text = self.text[:at], self.text[at + len(tag) :]
+        return tag, before
 
-    def _take_until(self, tags: Sequence[str]) -> tuple[str | None, str]:
-        """Like `_find`, but without a tag gives all text that cannot be the beginning of one."""
-        tag, text = self._find(tags)
+    def take_until(self, tags: Sequence[str]) -> tuple[str | None, str]:
+        """Like `find`, but without a tag it gives all text that cannot be the beginning of one."""
+        tag, before = self.find(tags)
         if tag is not None:
-            return tag, text
-        keep = _open_suffix(self._buffer, tags)
-        text = self._buffer[: len(self._buffer) - keep]
-        self._buffer = self._buffer[len(self._buffer) - keep :]
-        return None, text
-
-    def _first(self, tags: Iterable[str]) -> tuple[int, str | None]:
-        best: tuple[int, str | None] = (-1, None)
-        for tag in tags:
-            at = self._buffer.find(tag)
-            if at >= 0 and (best[1] is None or at < best[0]):
-                best = (at, tag)
-        return best
+            return tag, before
+        keep = _open_suffix(self.text, tags)
+        before = self.text[: len(self.text) - keep]
+        self.text = self.text[len(self.text) - keep :]
+        return None, before
 
 
 def _open_suffix(text: str, tags: Sequence[str]) -> int:
@@ -235,6 +80,162 @@ def _open_suffix(text: str, tags: Sequence[str]) -> int:
         if any(tag.startswith(tail) for tag in tags):
             return length
     return 0
+
+
+class PieceList:
+    """Collects pieces; trailing whitespace of the content waits until it is known whether more content follows."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._space = ""
+
+    def say(self, piece: Piece) -> None:
+        if isinstance(piece, CallStart) or piece.text:
+            self._pieces.append(piece)
+
+    def content(self, text: str) -> None:
+        text = self._space + text
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        self.say(Content(body))
+
+    def drop_space(self) -> None:
+        self._space = ""
+
+    def flush_space(self) -> None:
+        space, self._space = self._space, ""
+        self.say(Content(space))
+
+    def take(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+class GlmParser:
+    def __init__(self, *, in_reasoning: bool, tools: ToolTypes | None) -> None:
+        """`tools` None: the request had none, `<tool_call>` is ordinary text."""
+        self._tools = tools
+        self._state = "reasoning" if in_reasoning else "start"
+        self._buffer = TagBuffer()
+        self._out = PieceList()
+        self._writer = ArgumentWriter({})
+        self.calls = 0
+        """Tool calls started so far."""
+        self.complete_calls = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> list[Piece]:
+        self._buffer.text += text
+        while getattr(self, f"_in_{self._state}")():
+            pass
+        return self._out.take()
+
+    def finish(self) -> list[Piece]:
+        """The answer ended: what was held back, as what it would have been."""
+        rest, self._buffer.text = self._buffer.text, ""
+        if self._state == "reasoning":
+            self._out.say(Reasoning(rest))
+        elif self._state in ("start", "content"):
+            self._out.content(rest)
+        elif self._state == "name":
+            # Cut off inside a name: there is no call to speak of, so the reader gets the text itself.
+            self._out.content(CALL + rest)
+        elif self._state == "value":
+            self._arguments(self._writer.value_text(rest, complete=False))
+        if self.calls:
+            self._out.drop_space()
+        self._out.flush_space()
+        return self._out.take()
+
+    # One method per state: consume one stretch of the buffer; False when more text is needed.
+
+    def _in_start(self) -> bool:
+        stripped = self._buffer.text.lstrip()
+        if stripped.startswith(THINK):
+            self._buffer.text = stripped[len(THINK) :]
+            self._state = "reasoning"
+            return True
+        if THINK.startswith(stripped):
+            return False
+        self._state = "content"
+        return True
+
+    def _in_reasoning(self) -> bool:
+        tag, text = self._buffer.take_until((END_THINK,) if self._tools is None else (END_THINK, CALL))
+        self._out.say(Reasoning(text))
+        if tag is not None:
+            self._state = "content" if tag == END_THINK else "name"
+        return tag is not None
+
+    def _in_content(self) -> bool:
+        if self._tools is None:
+            self._out.say(Content(self._buffer.text))
+            self._buffer.text = ""
+            return False
+        tag, text = self._buffer.take_until((CALL,))
+        self._out.content(text)
+        if tag is not None:
+            self._state = "name"
+        return tag is not None
+
+    def _in_name(self) -> bool:
+        tag, name = self._buffer.find((KEY, END_CALL))
+        if tag is None:
+            return False
+        self._writer = (self._tools or ToolTypes(())).writer(name.strip())
+        self._out.drop_space()
+        self._out.say(CallStart(self.calls, name.strip()))
+        self.calls += 1
+        self._state = "key"
+        if tag == END_CALL:
+            self._end_call()
+        return True
+
+    def _in_between(self) -> bool:
+        """After a value: the next key or the end of the call. Anything else there is noise of the model."""
+        tag, _ = self._buffer.find((KEY, END_CALL))
+        if tag == KEY:
+            self._state = "key"
+        elif tag == END_CALL:
+            self._end_call()
+        return tag is not None
+
+    def _in_key(self) -> bool:
+        tag, key = self._buffer.find((END_KEY,))
+        if tag is not None:
+            self._arguments(self._writer.key(key.strip()))
+            self._state = "gap"
+        return tag is not None
+
+    def _in_gap(self) -> bool:
+        """Between a key and its value; a call that ends here has an empty value."""
+        tag, _ = self._buffer.find((VALUE, END_CALL))
+        if tag == VALUE:
+            self._state = "value"
+        elif tag == END_CALL:
+            self._arguments(self._writer.value_text("", complete=True))
+            self._end_call()
+        return tag is not None
+
+    def _in_value(self) -> bool:
+        ends = (END_VALUE,)
+        tag, text = self._buffer.take_until(ends) if self._writer.streams else self._buffer.find(ends)
+        if tag is not None or self._writer.streams:
+            self._arguments(self._writer.value_text(text, complete=tag is not None))
+        if tag is not None:
+            self._state = "between"
+        return tag is not None
+
+    def _end_call(self) -> None:
+        self._arguments(self._writer.end())
+        self.complete_calls += 1
+        self._state = "content"
+
+    def _arguments(self, text: str) -> None:
+        self._out.say(CallArguments(self.calls - 1, text))
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
