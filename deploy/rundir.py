@@ -2,7 +2,7 @@
 
 The directory's name is the run's id. A run holds a lock on its directory while its supervisor lives, so that a later
 start can tell a dead run from a living one. Whatever a box creates outside the directory (shared memory) carries the id
-at the front of its name.
+at the front of its name, and every process of the run has the directory in its environment under `RUN_MARK`.
 """
 
 import contextlib
@@ -11,17 +11,24 @@ import json
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.deploy.runner import log_path
+import psutil
+
+from headrace.deploy.runner import import_path, log_path
 from headrace.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 PREFIX = "headrace-"
 ENDPOINTS_FILE = "endpoints.json"
+RUN_MARK = "HEADRACE_RUN_DIR"
+"""Only a mark to recognise a run's processes by; nothing reads it as a setting."""
 _LOCK_FILE = "lock"
 _MAX_PATH_BYTES = 80
 """Unix sockets live in the directory; the kernel's limit for their whole path is 107 bytes."""
@@ -50,7 +57,9 @@ class RunDir:
             raise ConfigError(f"deploy.run_dir: {self.path} is in use by another run")
         self._lock = lock
         if configured:
+            _end_processes(self.path)
             _remove_shared(self._shm_dir, self.path.name)
+        self._sentinel, self._pipe = _start_sentinel(self.path, self._shm_dir)
 
     def write_endpoints(self, endpoints: Mapping[str, str]) -> None:
         """Publish who is where: one JSON object, name -> address, replaced as a whole."""
@@ -70,15 +79,12 @@ class RunDir:
         """Remove the directory (of a configured one: all but the logs) and the run's shared memory."""
         _remove_shared(self._shm_dir, self.path.name)
         if self._keep:
-            for entry in self.path.iterdir():
-                if entry.suffix == ".log":
-                    continue
-                if entry.is_dir():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
+            _remove_all_but_logs(self.path)
         else:
             shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._pipe)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._sentinel.wait(2.0)
         os.close(self._lock)
 
 
@@ -86,17 +92,83 @@ def remove_stale(parent: Path, shm_dir: Path) -> list[str]:
     """Remove what dead runs left under `parent` and in `shm_dir`; the ids of the runs removed."""
     removed = []
     for path in parent.glob(f"{PREFIX}*"):
-        if not (path / _LOCK_FILE).is_file() or path.stat().st_uid != os.getuid():
-            continue
-        lock = _try_lock(path)
-        if lock is None:
-            continue
-        _remove_shared(shm_dir, path.name)
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-        removed.append(path.name)
-        log.info("removed what a dead run left: %s", path)
+        if is_run(path) and path.stat().st_uid == os.getuid() and remove_run(path, shm_dir):
+            removed.append(path.name)
+            log.info("removed what a dead run left: %s", path)
     return removed
+
+
+def is_run(path: Path) -> bool:
+    """Whether the directory is that of a run that did not end in order."""
+    return (path / _LOCK_FILE).is_file()
+
+
+def remove_run(path: Path, shm_dir: Path) -> bool:
+    """End the processes of a dead run and remove its files. False: it is alive, or somebody else is at it."""
+    lock = _try_lock(path)
+    if lock is None:
+        return False
+    _end_processes(path)
+    _remove_shared(shm_dir, path.name)
+    if path.name.startswith(PREFIX):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        _remove_all_but_logs(path)
+    os.close(lock)
+    return True
+
+
+def marked_processes(run_dir: Path) -> list[psutil.Process]:
+    """Processes that were started for the run, whoever is their parent now."""
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process, run_dir)]
+
+
+def _is_marked(process: psutil.Process, run_dir: Path) -> bool:
+    try:
+        if process.environ().get(RUN_MARK) == str(run_dir):
+            return True
+        # Ray's Python processes write their title over their environment, but still stand where they were started.
+        title = (process.cmdline() or [""])[0]
+        return title.startswith("ray::") and process.cwd() == str(run_dir)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _end_processes(run_dir: Path) -> None:
+    processes = marked_processes(run_dir)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(processes, 2.0)
+
+
+def _start_sentinel(path: Path, shm_dir: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and the descriptor whose closing tells it that this process ended."""
+    theirs, ours = os.pipe()
+    command = [sys.executable, "-P", "-m", "headrace.deploy.sentinel", "--pipe", str(theirs)]
+    command += ["--run-dir", str(path), "--shm-dir", str(shm_dir)]
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs,),
+            start_new_session=True,
+            cwd="/",
+            env=environment,
+        )
+    finally:
+        os.close(theirs)
+    return process, ours
+
+
+def _remove_all_but_logs(path: Path) -> None:
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.suffix != ".log":
+            entry.unlink(missing_ok=True)
 
 
 def _try_lock(path: Path) -> int | None:

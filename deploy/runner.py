@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import headrace
 from headrace import logs
 from headrace.deploy.base import Box
 from headrace.deploy.wire import context_from_plain
@@ -100,3 +101,10 @@ def guarded(work: Callable[[], Any]) -> dict[str, Any]:
 def arm_exit(after_s: float) -> None:
     """End this process after `after_s`, from a C thread that needs no GIL, and leave the stacks in the log."""
     faulthandler.dump_traceback_later(max(after_s, 0.1), exit=True)
+
+
+def import_path() -> str:
+    """PYTHONPATH for a child whose working directory is elsewhere: where this Headrace is, then what was set here."""
+    here = str(Path(headrace.__file__).absolute().parent.parent)
+    given = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return os.pathsep.join(dict.fromkeys([here, *given]))

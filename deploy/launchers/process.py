@@ -15,12 +15,11 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from pathlib import Path
 from typing import Any
 
-import headrace
 from headrace.deploy.base import BoxHandle, BoxSpec
-from headrace.deploy.runner import STOP_SLACK_S, log_path
+from headrace.deploy.rundir import RUN_MARK
+from headrace.deploy.runner import STOP_SLACK_S, import_path, log_path
 from headrace.deploy.wire import context_to_plain, receive_frame, send_frame
 from headrace.errors import RankLost, from_wire
 from headrace.ids import Incarnation
@@ -155,15 +154,8 @@ class ProcessLauncher:
         """Nothing of its own is running."""
 
     def _environment(self, spec: BoxSpec) -> dict[str, str]:
-        extra = {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
+        extra = {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1", RUN_MARK: self._run_dir}
         if spec.gpus and self._gpus:
             index = self._device_of.setdefault(spec.context.name, len(self._device_of) % self._gpus)
             extra |= {"CUDA_VISIBLE_DEVICES": str(index), "HIP_VISIBLE_DEVICES": str(index)}
         return extra
-
-
-def import_path() -> str:
-    """PYTHONPATH for a child whose working directory is elsewhere: where this Headrace is, then what was set here."""
-    here = str(Path(headrace.__file__).absolute().parent.parent)
-    given = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return os.pathsep.join(dict.fromkeys([here, *given]))

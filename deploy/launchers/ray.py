@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 
 from headrace.deploy.base import BoxHandle, BoxSpec
-from headrace.deploy.launchers.process import import_path
-from headrace.deploy.runner import STOP_SLACK_S, BoxRunner, log_path, redirect_output
+from headrace.deploy.rundir import RUN_MARK
+from headrace.deploy.runner import STOP_SLACK_S, BoxRunner, import_path, log_path, redirect_output
 from headrace.deploy.wire import context_to_plain, pack, unpack
 from headrace.errors import ConfigError, RankLost, from_wire
 from headrace.ids import Incarnation
@@ -178,6 +178,7 @@ class RayLauncher:
         # Ray's dashboard process otherwise asks the cloud's metadata service who provides this machine.
         Path(self._temp_dir, "ray_bootstrap_config.yaml").write_text("provider: {type: local}\n")
         environment = {"HOME": self._temp_dir, "PYTHONPATH": import_path(), "PYTHONSAFEPATH": "1"}
+        environment[RUN_MARK] = self._run_dir
         # Workers import from the directory that the driver was in: never the repository.
         with _environment(environment), contextlib.chdir(self._run_dir):
             self._ray.init(
