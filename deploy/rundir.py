@@ -45,8 +45,9 @@ class RunDir:
             self.path = Path(configured).absolute()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         else:
-            remove_stale(Path(tempfile.gettempdir()), self._shm_dir)
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            parent = _runs_parent()
+            remove_stale(parent, self._shm_dir)
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
             raise ConfigError(
                 f"deploy.run_dir: {self.path} has {len(os.fsencode(self.path))} bytes; sockets in it need at most "
@@ -96,6 +97,12 @@ def remove_stale(parent: Path, shm_dir: Path) -> list[str]:
             removed.append(path.name)
             log.info("removed what a dead run left: %s", path)
     return removed
+
+
+def _runs_parent() -> Path:
+    """The system's temp directory, or /tmp where sockets would not fit into that."""
+    temp = Path(tempfile.gettempdir())
+    return temp if len(os.fsencode(temp)) + len(PREFIX) + 10 <= _MAX_PATH_BYTES else Path("/tmp")
 
 
 def is_run(path: Path) -> bool:

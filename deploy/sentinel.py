@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.deploy.rundir import is_run, marked_processes, remove_run
 
-BOXES_MAY_TAKE_S = 4.0
+BOXES_MAY_TAKE_S = 3.0
 
 
 def main() -> None:

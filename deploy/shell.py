@@ -19,7 +19,7 @@ from headrace.deploy.wire import receive_frame, send_frame
 
 _PR_SET_PDEATHSIG = 1
 ORPHAN_GRACE_S = 0.5
-ORPHAN_LIMIT_S = 4.0
+ORPHAN_LIMIT_S = 2.5
 
 
 class Shell:
