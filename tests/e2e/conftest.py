@@ -1,4 +1,4 @@
-"""The whole service as a client sees it: one `headrace serve` a session and launcher, checked for leftovers at its end."""
+"""The whole service as a client sees it: one `headrace serve` a session, checked for leftovers at its end."""
 
 import importlib.util
 import json
