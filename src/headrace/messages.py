@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from headrace.errors import IncompatiblePeer
-from headrace.ids import BlockName, Incarnation, RequestId
+from headrace.ids import BlockName, Incarnation, Namespace, RequestId
 
 T = TypeVar("T")
 _registry: dict[str, type[Any]] = {}
@@ -252,6 +252,9 @@ class DecodeRequest:
     sampling: SamplingParams
     """`max_tokens` counts the whole answer, including the tokens before `output_index`."""
     handover: Handover
+    namespace: Namespace = Namespace(b"")
+    """Root of the chain of names. Empty: the answer of a prompt shorter than one block cannot be named, so its blocks
+    are not published."""
     publish: bool = True
     """False: full blocks of the answer are not published (private requests)."""
 
