@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from headrace.errors import CapacityError, InputError, NeverFits, PromptTooLong
 from headrace.ids import BlockName, RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
-from headrace.kvstore.base import StoreClient
 from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.names import private_name
 from headrace.messages import PrefillDone, PrefillRequest
 from headrace.prefill.admit import Admission
+from headrace.prefill.base import NodeStore
 from headrace.prefill.plan import ChunkPlan, RestorePlan, StepOutcome, StepPlan, TailPlan, pack_table, unpack_tokens
 from headrace.prefill.prompt import Prompt, Stage
 from headrace.prefill.publish import Publisher
@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(
         self,
         index: DeviceIndex,
-        client: StoreClient,
+        client: NodeStore,
         limits: Limits,
         ranks: int,
         clock: Callable[[], float] = time.monotonic,

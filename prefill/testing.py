@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.config import load_config
-from headrace.ids import Namespace, RequestId
+from headrace.ids import RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.layout import SlabLayout
@@ -30,13 +30,12 @@ from headrace.model.testing import tiny_model, tiny_spec
 from headrace.model.transformer import Transformer
 from headrace.prefill.exchange import AloneExchange
 from headrace.prefill.executor import Executor
-from headrace.prefill.fake import MemoryStore
+from headrace.prefill.fake import ROOT, MemoryStore
 from headrace.prefill.group import PrefillGroup
 from headrace.prefill.rank import PrefillRank, Seat
 from headrace.prefill.scheduler import Limits, Scheduler
 from headrace.prefill.slabs import ArenaSlabs
 
-ROOT = Namespace(b"t" * 32)
 _request_ids = itertools.count()
 
 
