@@ -168,7 +168,7 @@ class FakeRunner:
 
 
 class House:
-    """A scheduler with everything around it faked."""
+    """A scheduler with everything around it faked, the clock included: a step takes 10 ms."""
 
     def __init__(
         self,
@@ -192,7 +192,8 @@ class House:
             max_context=10_000,
             vocab_size=1000,
         )
-        self.scheduler = Scheduler(self.index, self.store, limits, ranks)
+        self.now_s = 0.0
+        self.scheduler = Scheduler(self.index, self.store, limits, ranks, clock=lambda: self.now_s)
         self.answers: dict[RequestId, PrefillDone] = {}
 
     def submit(self, name: str, tokens: Sequence[int], priority: int = 0, **fields: Any) -> None:
@@ -204,6 +205,7 @@ class House:
         )
 
     def step(self) -> StepPlan | None:
+        self.now_s += 0.01
         plan = self.scheduler.next_plan()
         if plan is not None:
             self.scheduler.finish(plan, self.runner.run(plan))
