@@ -275,6 +275,8 @@ class Scheduler:
             raise InputError(f"{len(request.tokens)} bytes are not one or more u32 tokens", "tokens")
         if len(request.block_names) != length // BLOCK_TOKENS:
             raise InputError(f"{len(request.block_names)} block names for {length} tokens", "block_names")
+        if not 0 <= request.output_index < length:
+            raise InputError(f"output_index {request.output_index} of a prompt of {length} tokens", "output_index")
         if length > limits.max_context:
             raise PromptTooLong(f"{length} tokens; the model takes {limits.max_context}", "prompt")
         top = int(unpack_tokens(request.tokens).max())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.config import load_config
 from headrace.ids import RequestId
@@ -91,12 +92,12 @@ class PrefillHouse:
         while self.step():
             pass
 
-    def run(self, tokens: Sequence[int], max_tokens: int = 16) -> PrefillDone:
-        return self.run_all([tokens], max_tokens)[0]
+    def run(self, tokens: Sequence[int], **fields: object) -> PrefillDone:
+        return self.run_all([tokens], **fields)[0]
 
-    def run_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[PrefillDone]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        requests = [make_request(tokens, sampling=sampling) for tokens in prompts]
+    def run_all(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[PrefillDone]:
+        """`fields` of `PrefillRequest` override greedy sampling and 16 tokens."""
+        requests = [make_request(tokens, **fields) for tokens in prompts]
         for request in requests:
             self.scheduler.submit(request)
         self.drain()
@@ -115,6 +116,8 @@ class MonoReference:
     draft_tokens: tuple[int, ...]
     mtp_hidden: bytes
     index_seed: bytes
+    logits: Tensor
+    """fp32 [V] of row L - 1"""
     slabs: list[bytes]
     """After the MTP row of position L - 1, before any draft step."""
 
@@ -127,7 +130,8 @@ def mono_reference(model: Transformer, tokens: Sequence[int], drafts: int = 4) -
     pool = DevicePool(model.spec.slab_layout(model.fmt.name), blocks + 1, model.device)
     exchange = LocalExchange()
     hidden = model.forward(_rows(tokens, pool.slots), pool, exchange)
-    first = int(model.logits(hidden[-1:])[0].argmax())
+    logits = model.logits(hidden[-1:])[0]
+    first = int(logits.argmax())
     rows = _rows([*tokens[1:], first], pool.slots)
     last = torch.tensor([length - 1])
     out = model.mtp_extend(rows, hidden, pool, exchange)
@@ -142,6 +146,7 @@ def mono_reference(model: Transformer, tokens: Sequence[int], drafts: int = 4) -
         draft_tokens=tuple(drafted.tokens[0].tolist()),
         mtp_hidden=out.hidden[-1].numpy().tobytes(),
         index_seed=seed[seed >= 0].numpy().tobytes() if model.shares_draft_index else b"",
+        logits=logits,
         slabs=slabs,
     )
 

@@ -256,6 +256,8 @@ def test_what_can_never_run_is_refused_at_once():
         house.submit("a", [])
     with pytest.raises(InputError, match="1000"):
         house.submit("a", [1000])
+    with pytest.raises(InputError, match="output_index 3"):
+        house.submit("a", [1, 2, 3], output_index=3)
     house.submit("a", [1])
     with pytest.raises(InputError, match="in use"):
         house.submit("a", [1])
