@@ -23,7 +23,6 @@ from headrace.kernels.experts.reference import ReferenceExperts
 from headrace.kernels.formats import FORMATS, RowFormat
 from headrace.kernels.index_keys.reference import ReferenceIndexKeys
 from headrace.kernels.latent_rows.reference import ReferenceLatentRows
-from headrace.kernels.tiles import pad_rows
 from headrace.kvstore.pool import DevicePool
 from headrace.model.base import StepRows
 from headrace.model.load import load_model
@@ -76,7 +75,7 @@ def neutral() -> Iterator[None]:
             (ReferenceLatentRows, "quantise", lambda self, c, r, fmt: _row_bytes(torch.cat((c, r), -1), fmt)),
             (ReferenceIndexKeys, "quantise", lambda self, k, fmt: _row_bytes(k, fmt)),
             (ReferenceLatentRows, "_decode", _decode),
-            (ReferenceIndexKeys, "gather_blocks", _gather_keys),
+            (ReferenceIndexKeys, "_decode", _decode_keys),
             (ReferenceIndexKeys, "write", _write_keys),
         ):
             enter(mock.patch.object(kernel, name, function))
@@ -91,13 +90,12 @@ def _dtype(fmt: RowFormat) -> torch.dtype:
     return torch.float32 if fmt is FP32_ROWS else torch.bfloat16
 
 
-def _decode(self: Any, rows: Tensor, fmt: RowFormat) -> Tensor:
-    return rows.view(_dtype(fmt)).float()
+def _decode(self: Any, rows: Tensor, fmt: RowFormat, out: Tensor) -> None:
+    out.copy_(rows.view(_dtype(fmt)))
 
 
-def _gather_keys(self: Any, plane: Tensor, slots: Tensor, fmt: RowFormat, tile: int) -> tuple[Tensor, None]:
-    keys = plane.index_select(0, slots).view(_dtype(fmt)).float().view(-1, 128)
-    return pad_rows(keys, tile), None
+def _decode_keys(self: Any, blocks: Tensor, fmt: RowFormat, out: Tensor) -> None:
+    out.copy_(blocks.view(_dtype(fmt)).view(-1, 128))
 
 
 def _write_keys(self: Any, plane: Tensor, rows: Tensor, data: Tensor, fmt: RowFormat) -> None:

@@ -10,8 +10,18 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headrace.kvstore.base import StoreClient
 from headrace.model.base import Exchange
 from headrace.prefill.plan import RestorePlan, StepOutcome, StepPlan, StorePlan
+
+
+class NodeStore(StoreClient, Protocol):
+    """What the leader needs of its store client beside the common contract."""
+
+    def reconnect(self) -> None:
+        """Dial the daemon again after DaemonUnavailable. Leases and unfinished writes from before are gone. Raises
+        DaemonUnavailable."""
+        ...
 
 
 class StepExchange(Exchange, Protocol):

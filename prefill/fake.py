@@ -1,4 +1,5 @@
-"""Fakes of the room's borders for tests: a host tier in memory, and a group that computes nothing.
+"""Fakes of the room's borders for tests: a host tier in memory, a group that computes nothing, and a
+scheduler between them.
 
 `MemoryStore` keeps the promises of `kvstore.base.StoreClient` for one client; `FakeRunner` answers every plan at once
 with made-up tokens and checks what a rank would trip over.
@@ -6,11 +7,21 @@ with made-up tokens and checks what a rank would trip over.
 
 import mmap
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from headrace.errors import DaemonUnavailable, LeaseExpired
-from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
+from headrace.ids import BlockName, Incarnation, Namespace, RequestId, SlotIndex, Tier
 from headrace.kvstore.base import Leased, PutOutcome
+from headrace.kvstore.device_index import DeviceIndex
+from headrace.kvstore.names import chain
+from headrace.kvstore.policies import make_policy
+from headrace.messages import PrefillDone, PrefillRequest, SamplingParams
 from headrace.prefill.plan import Drafted, Sampled, StepOutcome, StepPlan
+from headrace.prefill.scheduler import Limits, Scheduler
+
+ROOT = Namespace(b"t" * 32)
 
 
 class MemoryStore:
@@ -20,6 +31,7 @@ class MemoryStore:
         """`memory`: shared with the fakes of other processes, which may look at slots only."""
         self.incarnation = Incarnation("fake")
         self.available = True
+        self._connected = True
         self.announced: set[BlockName] = set()
         self.ready: dict[BlockName, tuple[SlotIndex, bytes]] = {}
         self.leases: dict[BlockName, int] = {}
@@ -87,10 +99,12 @@ class MemoryStore:
         return memoryview(self._memory)[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
 
     def lease_valid(self) -> bool:
-        return self.available
+        return self._connected
 
     def reconnect(self) -> None:
-        self._call()
+        if not self.available:
+            raise DaemonUnavailable("the fake daemon is away")
+        self._connected = True
 
     def stats(self) -> dict[str, float]:
         return {"leases": sum(self.leases.values()), "free": len(self._free)}
@@ -101,10 +115,11 @@ class MemoryStore:
 
     def lose(self) -> None:
         """The daemon dies with everything it knows."""
-        self.available = False
+        self.available = self._connected = False
         slots = [slot for slot, _ in self.ready.values()] + list(self.writing.values())
         self._free += slots
         self.ready, self.leases, self.writing = {}, {}, {}
+        self.announced = set()
 
     def _begin(self, name: BlockName) -> int:
         if name in self.ready or name in self.writing:
@@ -118,8 +133,8 @@ class MemoryStore:
         return self.writing[name]
 
     def _call(self) -> None:
-        if not self.available:
-            raise DaemonUnavailable("the fake daemon is away")
+        if not self._connected:
+            raise DaemonUnavailable("the fake daemon of this connection is gone")
 
 
 class FakeRunner:
@@ -150,3 +165,63 @@ class FakeRunner:
 
     def close(self) -> None:
         pass
+
+
+class House:
+    """A scheduler with everything around it faked, the clock included: a step takes 10 ms."""
+
+    def __init__(
+        self,
+        device: int = 32,
+        host: int = 64,
+        chunk: int = 128,
+        running: int = 4,
+        queued: int = 4,
+        ranks: int = 2,
+    ) -> None:
+        self.index = DeviceIndex(device, make_policy("lru", device))
+        self.store = MemoryStore(host)
+        self.runner = FakeRunner(ranks)
+        limits = Limits(
+            chunk_tokens=chunk,
+            max_running=running,
+            max_queued=queued,
+            draft_tokens=4,
+            draft_rows=0,
+            host_blocks=host,
+            max_context=10_000,
+            vocab_size=1000,
+        )
+        self.now_s = 0.0
+        self.scheduler = Scheduler(self.index, self.store, limits, ranks, clock=lambda: self.now_s)
+        self.answers: dict[RequestId, PrefillDone] = {}
+
+    def submit(self, name: str, tokens: Sequence[int], priority: int = 0, **fields: Any) -> None:
+        fields.setdefault("sampling", SamplingParams(max_tokens=16))
+        data = np.array(tokens, dtype="<u4").tobytes()
+        names = tuple(chain(ROOT, data))
+        self.scheduler.submit(
+            PrefillRequest(request_id=RequestId(name), tokens=data, block_names=names, **fields), priority
+        )
+
+    def step(self) -> StepPlan | None:
+        self.now_s += 0.01
+        plan = self.scheduler.next_plan()
+        if plan is not None:
+            self.scheduler.finish(plan, self.runner.run(plan))
+        self.answers |= {answer.request_id: answer for answer in self.scheduler.take_answers()}
+        return plan
+
+    def drain(self, limit: int = 200) -> None:
+        for _ in range(limit):
+            if self.step() is None and not self.scheduler.waiting:
+                return
+        raise AssertionError(f"not done after {limit} steps: {self.scheduler.status()}")
+
+    def value(self, key: str) -> float:
+        return self.scheduler.status()[key]
+
+    def check_all_given_back(self) -> None:
+        assert self.index.check_integrity() == []
+        assert self.index.held_count == 0
+        assert self.store.idle

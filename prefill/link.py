@@ -116,7 +116,7 @@ class LeaderLink:
         deadline = time.monotonic() + timeout_s
         while len(acks) < len(self._streams):
             try:
-                ack = self._acks.get(timeout=max(0.0, deadline - time.monotonic()))
+                ack: StepAck | RankLost = self._acks.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 missing = sorted(set(self._streams) - {ack.rank for ack in acks})
                 raise RankLost(f"ranks {missing} did not acknowledge step {step} within {timeout_s} s") from None
@@ -144,8 +144,12 @@ class LeaderLink:
             hello = stream.receive()
         except (IncompatiblePeer, TimeoutError):
             hello = None
-        known = isinstance(hello, FollowerHello) and hmac.compare_digest(hello.nonce, self.nonce)
-        if known and 1 <= hello.rank <= followers and hello.rank not in self._streams:
+        if (
+            isinstance(hello, FollowerHello)
+            and hmac.compare_digest(hello.nonce, self.nonce)
+            and 1 <= hello.rank <= followers
+            and hello.rank not in self._streams
+        ):
             self._streams[hello.rank] = stream
         else:
             stream.close()
@@ -153,7 +157,10 @@ class LeaderLink:
     def _read(self, rank: int, stream: Stream) -> None:
         problem = "its stream ended"
         try:
-            while isinstance(ack := stream.receive(), StepAck):
+            while True:
+                ack = stream.receive()
+                if not isinstance(ack, StepAck):
+                    break
                 if ack.error:
                     problem = ack.error
                     break

@@ -12,7 +12,8 @@ from typing import TypeVar
 from headrace.errors import DaemonUnavailable, LeaseExpired
 from headrace.ids import BlockName, SlotIndex
 from headrace.kernels.formats import BLOCK_TOKENS
-from headrace.kvstore.base import Leased, PutOutcome, StoreClient
+from headrace.kvstore.base import Leased, PutOutcome
+from headrace.prefill.base import NodeStore
 from headrace.prefill.plan import StorePlan
 from headrace.prefill.prompt import Prompt, Stage
 
@@ -23,7 +24,7 @@ RECONNECT_S = 0.5
 class Publisher:
     """When the daemon does not answer, nothing is readable and nothing is written until it is back (`lost`)."""
 
-    def __init__(self, client: StoreClient, ranks: int) -> None:
+    def __init__(self, client: NodeStore, ranks: int) -> None:
         self._client = client
         self._ranks = ranks
         self.lost = False
@@ -61,7 +62,8 @@ class Publisher:
             return []
         blocks = [(prompt.name_of(i), prompt.parent_of(i), i) for i in wanted]
         stores, exists = [], []
-        for i, slot in zip(wanted, self._try([], lambda: self._client.begin_put(blocks))):
+        nothing: list[int] = []
+        for i, slot in zip(wanted, self._try(nothing, lambda: self._client.begin_put(blocks))):
             if slot == PutOutcome.EXISTS:
                 exists.append(i)
             elif slot == PutOutcome.FULL:

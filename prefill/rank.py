@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from headrace.config import Config
-from headrace.kvstore.base import StoreClient
 from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.policies import make_policy
 from headrace.kvstore.pool import DevicePool
 from headrace.model.spec import ModelSpec
 from headrace.model.transformer import Transformer
-from headrace.prefill.base import StepExchange
+from headrace.prefill.base import NodeStore, StepExchange
 from headrace.prefill.exchange import AloneExchange, DealtExchange
 from headrace.prefill.executor import Executor
 from headrace.prefill.group import PrefillGroup
@@ -43,7 +42,7 @@ class PrefillRank:
     """Made once per process, then `start`, then `stop`. Owns everything it makes; the store client is the caller's."""
 
     def __init__(
-        self, config: Config, seat: Seat, spec: ModelSpec, model: Transformer, layout: SlabLayout, client: StoreClient
+        self, config: Config, seat: Seat, spec: ModelSpec, model: Transformer, layout: SlabLayout, client: NodeStore
     ) -> None:
         self._config, self._seat, self._spec, self._model = config, seat, spec, model
         self.client = client

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from headrace.errors import CapacityError, InputError, NeverFits, PromptTooLong
 from headrace.ids import BlockName, RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
-from headrace.kvstore.base import StoreClient
 from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.names import private_name
 from headrace.messages import PrefillDone, PrefillRequest
 from headrace.prefill.admit import Admission
+from headrace.prefill.base import NodeStore
 from headrace.prefill.plan import ChunkPlan, RestorePlan, StepOutcome, StepPlan, TailPlan, pack_table, unpack_tokens
 from headrace.prefill.prompt import Prompt, Stage
 from headrace.prefill.publish import Publisher
@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(
         self,
         index: DeviceIndex,
-        client: StoreClient,
+        client: NodeStore,
         limits: Limits,
         ranks: int,
         clock: Callable[[], float] = time.monotonic,
@@ -275,6 +275,8 @@ class Scheduler:
             raise InputError(f"{len(request.tokens)} bytes are not one or more u32 tokens", "tokens")
         if len(request.block_names) != length // BLOCK_TOKENS:
             raise InputError(f"{len(request.block_names)} block names for {length} tokens", "block_names")
+        if not 0 <= request.output_index < length:
+            raise InputError(f"output_index {request.output_index} of a prompt of {length} tokens", "output_index")
         if length > limits.max_context:
             raise PromptTooLong(f"{length} tokens; the model takes {limits.max_context}", "prompt")
         top = int(unpack_tokens(request.tokens).max())

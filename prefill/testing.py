@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.config import load_config
-from headrace.ids import Namespace, RequestId
+from headrace.ids import RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.layout import SlabLayout
@@ -30,13 +31,12 @@ from headrace.model.testing import tiny_model, tiny_spec
 from headrace.model.transformer import Transformer
 from headrace.prefill.exchange import AloneExchange
 from headrace.prefill.executor import Executor
-from headrace.prefill.fake import MemoryStore
+from headrace.prefill.fake import ROOT, MemoryStore
 from headrace.prefill.group import PrefillGroup
 from headrace.prefill.rank import PrefillRank, Seat
 from headrace.prefill.scheduler import Limits, Scheduler
 from headrace.prefill.slabs import ArenaSlabs
 
-ROOT = Namespace(b"t" * 32)
 _request_ids = itertools.count()
 
 
@@ -92,12 +92,12 @@ class PrefillHouse:
         while self.step():
             pass
 
-    def run(self, tokens: Sequence[int], max_tokens: int = 16) -> PrefillDone:
-        return self.run_all([tokens], max_tokens)[0]
+    def run(self, tokens: Sequence[int], **fields: object) -> PrefillDone:
+        return self.run_all([tokens], **fields)[0]
 
-    def run_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[PrefillDone]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        requests = [make_request(tokens, sampling=sampling) for tokens in prompts]
+    def run_all(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[PrefillDone]:
+        """`fields` of `PrefillRequest` override greedy sampling and 16 tokens."""
+        requests = [make_request(tokens, **fields) for tokens in prompts]
         for request in requests:
             self.scheduler.submit(request)
         self.drain()
@@ -116,6 +116,8 @@ class MonoReference:
     draft_tokens: tuple[int, ...]
     mtp_hidden: bytes
     index_seed: bytes
+    logits: Tensor
+    """fp32 [V] of row L - 1"""
     slabs: list[bytes]
     """After the MTP row of position L - 1, before any draft step."""
 
@@ -128,7 +130,8 @@ def mono_reference(model: Transformer, tokens: Sequence[int], drafts: int = 4) -
     pool = DevicePool(model.spec.slab_layout(model.fmt.name), blocks + 1, model.device)
     exchange = LocalExchange()
     hidden = model.forward(_rows(tokens, pool.slots), pool, exchange)
-    first = int(model.logits(hidden[-1:])[0].argmax())
+    logits = model.logits(hidden[-1:])[0]
+    first = int(logits.argmax())
     rows = _rows([*tokens[1:], first], pool.slots)
     last = torch.tensor([length - 1])
     out = model.mtp_extend(rows, hidden, pool, exchange)
@@ -143,6 +146,7 @@ def mono_reference(model: Transformer, tokens: Sequence[int], drafts: int = 4) -
         draft_tokens=tuple(drafted.tokens[0].tolist()),
         mtp_hidden=out.hidden[-1].numpy().tobytes(),
         index_seed=seed[seed >= 0].numpy().tobytes() if model.shares_draft_index else b"",
+        logits=logits,
         slabs=slabs,
     )
 

@@ -9,11 +9,17 @@ from torch import Tensor
 from headrace.kernels import fp8
 from headrace.kernels.base import KernelContext
 from headrace.kernels.formats import BLOCK_TOKENS, INDEX_DIM, RowFormat
+from headrace.kernels.scratch import Scratch
 
 KEYS_END = BLOCK_TOKENS * INDEX_DIM
+PIECE_BLOCKS = 8
+"""Blocks decoded at a time: temporaries stay in the cache of a core."""
 
 
 class ReferenceIndexKeys:
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
     def quantise(self, keys: Tensor, fmt: RowFormat) -> Tensor:
         if not fmt.fp8:
             return keys.to(torch.bfloat16).contiguous().view(torch.uint8)
@@ -40,19 +46,25 @@ class ReferenceIndexKeys:
 
     def gather_blocks(self, plane: Tensor, slots: Tensor, fmt: RowFormat, tile: int) -> tuple[Tensor, Tensor | None]:
         """Keys of whole blocks, unscaled: (fp32 [n, 128], fp32 scales [n] or None), n = 64 rows a block rounded up to
-        `tile` rows, the last of them zero."""
-        blocks = plane.index_select(0, slots)
-        rows = blocks.shape[0] * BLOCK_TOKENS
+        `tile` rows, the last of them zero. The keys are valid until the next call."""
+        rows = slots.shape[0] * BLOCK_TOKENS
         padded = -(-rows // tile) * tile
-        keys = torch.empty((padded, INDEX_DIM), dtype=torch.float32, device=plane.device)
+        keys = self._scratch.take("keys", (padded, INDEX_DIM), torch.float32, plane.device)
         keys[rows:] = 0
-        if not fmt.fp8:
-            keys[:rows] = blocks.view(torch.bfloat16).view(rows, INDEX_DIM)
-            return keys, None
-        fp8.decode(blocks[:, :KEYS_END].reshape(rows, INDEX_DIM), out=keys[:rows])
-        scales = keys.new_zeros(padded)
-        scales[:rows] = blocks[:, KEYS_END:].contiguous().view(torch.float32).flatten()
+        scales = torch.zeros(padded, dtype=torch.float32, device=plane.device) if fmt.fp8 else None
+        for start in range(0, slots.shape[0], PIECE_BLOCKS):
+            piece = plane.index_select(0, slots[start : start + PIECE_BLOCKS])
+            part = slice(start * BLOCK_TOKENS, (start + piece.shape[0]) * BLOCK_TOKENS)
+            self._decode(piece, fmt, keys[part])
+            if scales is not None:
+                scales[part] = piece[:, KEYS_END:].contiguous().view(torch.float32).flatten()
         return keys, scales
+
+    def _decode(self, blocks: Tensor, fmt: RowFormat, out: Tensor) -> None:
+        if fmt.fp8:
+            fp8.decode(blocks[:, :KEYS_END].reshape(-1, INDEX_DIM), out=out)
+        else:
+            out.copy_(blocks.view(torch.bfloat16).view(-1, INDEX_DIM))
 
     @staticmethod
     def _views(plane: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor | None]:

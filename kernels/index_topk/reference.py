@@ -80,10 +80,11 @@ def score_tile(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
 def top_rows(scores: Tensor, k: int) -> Tensor:
     """[t, n] with n >= k -> int32 [t, k], positions of the k best, ascending; ties to the lower position."""
     threshold = scores.topk(k, sorted=False).values.amin(-1, keepdim=True)
-    better = scores > threshold
-    equal = scores == threshold
-    wanted = k - better.sum(-1, keepdim=True)
-    chosen = better | (equal & (equal.cumsum(-1) <= wanted))
+    chosen = scores >= threshold
+    if int(chosen.sum()) > k * scores.shape[0]:
+        better, equal = scores > threshold, scores == threshold
+        wanted = k - better.sum(-1, keepdim=True)
+        chosen = better | (equal & (equal.cumsum(-1) <= wanted))
     return chosen.nonzero()[:, 1].view(scores.shape[0], k).to(torch.int32)
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from headrace.messages import SamplingParams
+from headrace.model.sampler import SamplerState
 from headrace.prefill.fake import MemoryStore
 from headrace.prefill.testing import PrefillHouse, mono_reference, random_prompt
 
@@ -98,7 +100,21 @@ def test_without_index_sharing_draft_rows_do_not_reach_the_store():
 def test_ranks_carry_nothing_when_all_prompts_are_answered():
     house = PrefillHouse()
     house.run_all([random_prompt(length, length) for length in (5, 64, 130)])
-    house.run(random_prompt(30), max_tokens=1)
+    house.run(random_prompt(30), sampling=SamplingParams(max_tokens=1))
     house.drain()
     assert house.executor.carried == 0
     assert isinstance(house.store, MemoryStore)
+
+
+def test_a_resumed_answer_counts_what_was_sent_already():
+    """An interrupted stream: the prompt ends with two sampled tokens, penalties see them, max_tokens counts them."""
+    house = PrefillHouse()
+    tokens = random_prompt(70)
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, frequency_penalty=2.0)
+    first = house.run(tokens, sampling=sampling).first_token
+    second = house.run([*tokens, first], sampling=sampling, output_index=1).first_token
+    answer = house.run([*tokens, first, second], sampling=sampling, output_index=2)
+    assert answer.finish_reason == "length"
+    state = SamplerState(sampling, 2, [first, second])
+    expected = mono_reference(house.model, [*tokens, first, second])
+    assert answer.first_token == state.draw(expected.logits)[0]

@@ -22,7 +22,8 @@ def model():
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["cp2", "cp3"])
 def house(request, tmp_path_factory):
-    house = GroupHouse(tmp_path_factory.mktemp("group"), request.param, overrides=["prefill.chunk_tokens=128"])
+    overrides = ["prefill.chunk_tokens=128", "prefill.device_blocks=24"]
+    house = GroupHouse(tmp_path_factory.mktemp("group"), request.param, overrides=overrides)
     yield house
     house.stop()
     assert [process.exitcode for process in house.followers] == [0] * len(house.followers)
@@ -58,6 +59,35 @@ def test_concurrent_prompts_with_a_common_prefix_compute_it_once(house, model):
         assert house.slabs(tokens, answer) == mono_reference(model, tokens).slabs
         house.group.close(answer.request_id).result(10)
     assert house.group.status()["computed_tokens_total"] - before == 192 + 10 + 11 + 12
+    assert house.store.idle
+
+
+def test_a_batch_mix_changes_no_byte(house, model):
+    prompts = [random_prompt(length, 50 + length) for length in (1, 3, 64, 100, 200)]
+    futures = [house.group.submit(make_request(tokens)) for tokens in prompts]
+    for tokens, future in zip(prompts, futures):
+        answer = future.result(60)
+        expected = mono_reference(model, tokens)
+        assert (answer.first_token, answer.handover.draft_tokens) == (expected.first_token, expected.draft_tokens)
+        assert house.slabs(tokens, answer) == expected.slabs
+        house.group.close(answer.request_id).result(10)
+
+
+def test_blocks_evicted_from_the_device_tier_come_back_from_the_host_with_equal_bytes(house, model):
+    tokens = random_prompt(260, 9)
+    cold = house.run(tokens)
+    house.group.close(cold.request_id).result(10)
+    for seed in range(3):
+        other = house.run(random_prompt(600, 100 + seed))
+        house.group.close(other.request_id).result(10)
+    warm = house.run(tokens)
+    expected = mono_reference(model, tokens)
+    assert warm.cached_tokens == {"device": 0, "host": 256}
+    assert warm.first_token == cold.first_token == expected.first_token
+    assert warm.handover.draft_tokens == expected.draft_tokens
+    assert warm.handover.mtp_hidden == expected.mtp_hidden
+    assert house.slabs(tokens, warm) == expected.slabs
+    house.group.close(warm.request_id).result(10)
     assert house.store.idle
 
 

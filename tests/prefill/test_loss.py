@@ -35,11 +35,11 @@ def test_an_idle_group_notices_a_killed_follower(tmp_path):
 
 def test_a_failing_follower_is_named_with_its_traceback(tmp_path):
     house = GroupHouse(tmp_path, 2)
-    # A slot outside the pool: every rank refuses it, in its own way.
-    request = make_request(random_prompt(9))
+    # A slot outside the pool, which only the follower looks at.
     house.rank.pool.zero = lambda slots: None
-    house.group._scheduler._index._free.clear()
-    house.group._scheduler._index._free.append(10**6)
-    with pytest.raises(RankLost):
-        house.group.submit(request).result(30)
+    index = house.group._scheduler._index
+    index._free.clear()
+    index._free.append(10**6)
+    with pytest.raises(RankLost, match=r"(?s)rank 1 is lost: Traceback.*pool.py"):
+        house.group.submit(make_request(random_prompt(9))).result(30)
     house.stop()

@@ -4,70 +4,11 @@ import numpy as np
 import pytest
 
 from headrace.errors import CapacityError, InputError, NeverFits, PromptTooLong
-from headrace.ids import Namespace, RequestId
-from headrace.kvstore.device_index import DeviceIndex
+from headrace.ids import RequestId
 from headrace.kvstore.names import chain
-from headrace.kvstore.policies import make_policy
-from headrace.messages import PrefillRequest, SamplingParams
-from headrace.prefill.fake import FakeRunner, MemoryStore
+from headrace.messages import SamplingParams
+from headrace.prefill.fake import ROOT, House
 from headrace.prefill.plan import unpack_tokens
-from headrace.prefill.scheduler import Limits, Scheduler
-
-ROOT = Namespace(b"r" * 32)
-
-
-class House:
-    """A scheduler with everything around it faked."""
-
-    def __init__(self, device=32, host=64, chunk=128, running=4, queued=4, ranks=2):
-        self.index = DeviceIndex(device, make_policy("lru", device))
-        self.store = MemoryStore(host)
-        self.runner = FakeRunner(ranks)
-        self.scheduler = Scheduler(
-            self.index,
-            self.store,
-            Limits(
-                chunk_tokens=chunk,
-                max_running=running,
-                max_queued=queued,
-                draft_tokens=4,
-                draft_rows=0,
-                host_blocks=host,
-                max_context=10_000,
-                vocab_size=1000,
-            ),
-            ranks,
-        )
-        self.answers = {}
-
-    def submit(self, name, tokens, priority=0, **fields):
-        fields.setdefault("sampling", SamplingParams(max_tokens=16))
-        data = np.array(tokens, dtype="<u4").tobytes()
-        request = PrefillRequest(
-            request_id=RequestId(name), tokens=data, block_names=tuple(chain(ROOT, data)), **fields
-        )
-        self.scheduler.submit(request, priority)
-
-    def step(self):
-        plan = self.scheduler.next_plan()
-        if plan is not None:
-            self.scheduler.finish(plan, self.runner.run(plan))
-        self.answers |= {a.request_id: a for a in self.scheduler.take_answers()}
-        return plan
-
-    def drain(self, limit=200):
-        for _ in range(limit):
-            if self.step() is None and not self.scheduler.waiting:
-                return
-        raise AssertionError(f"not done: {self.scheduler.status()}")
-
-    def value(self, key):
-        return self.scheduler.status()[key]
-
-    def check_all_given_back(self):
-        assert self.index.check_integrity() == []
-        assert self.index.held_count == 0
-        assert self.store.idle
 
 
 def prompt(length, seed=0):
@@ -296,7 +237,7 @@ def test_a_lost_daemon_delays_the_handover_and_nothing_else():
     assert not house.answers
     assert house.value("computed_tokens_total") == 300
     house.store.available = True
-    house.scheduler._publisher._retry_s = 0.0
+    house.now_s += 1.0
     house.drain()
     assert len(house.store.leases) == 5
     house.scheduler.close(RequestId("a"))
@@ -315,6 +256,8 @@ def test_what_can_never_run_is_refused_at_once():
         house.submit("a", [])
     with pytest.raises(InputError, match="1000"):
         house.submit("a", [1000])
+    with pytest.raises(InputError, match="output_index 3"):
+        house.submit("a", [1, 2, 3], output_index=3)
     house.submit("a", [1])
     with pytest.raises(InputError, match="in use"):
         house.submit("a", [1])
