@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from headrace.decode.base import Bell, Counters, DecodeOptions, Sink, StreamId
 from headrace.decode.join import Job, Reconnected, StoreWorker
-from headrace.decode.lockstep import Lockstep
+from headrace.decode.lockstep import Lockstep, Plan
 from headrace.decode.requests import Requests
 from headrace.decode.scheduler import Scheduler
 from headrace.decode.sequence import Sequence
@@ -24,6 +24,9 @@ from headrace.messages import DecodeRequest
 
 log = logging.getLogger(__name__)
 IDLE_S = 0.5
+"""An idle group meets this often without being rung."""
+QUIET_S = 1.0
+"""A leaving rank ends a group that has been idle for this long instead of waiting for the other ranks to leave."""
 
 
 class DecodeRank:
@@ -55,6 +58,7 @@ class DecodeRank:
         self._told = (False, False)
         self._gauges: dict[str, float] = {}
         self._refreshed = 0.0
+        self._quiet_since = time.monotonic()
         self._late = threading.Lock()
         self._leaving = False
         self._stop_now = False
@@ -73,8 +77,8 @@ class DecodeRank:
         self._thread.start()
 
     def stop(self, grace_s: float) -> None:
-        """Let what runs finish for `grace_s`, then end. The loop keeps stepping with the group until all ranks leave or
-        the time is over; the group ends with the first rank whose time is over."""
+        """Let what runs finish for `grace_s`, then end. The loop keeps stepping with the group until all ranks leave,
+        or one that leaves sees an idle group for a second; the group ends with the first rank whose time is over."""
         self._leaving = True
         self._post(lambda: None)
         if not self.ended.wait(grace_s):
@@ -171,6 +175,7 @@ class DecodeRank:
         if plan.stop:
             return False
         self._group_idle = plan.idle
+        self._hurry(plan)
         if not plan.idle:
             self.counters.steps_total += 1
             self._requests.settle(self._runner.run(sequences, plan), self.counters.steps_total)
@@ -183,6 +188,13 @@ class DecodeRank:
             self._inbox.popleft()()
         self._requests.admit()
         return self._requests.ready(self._runner)
+
+    def _hurry(self, plan: Plan) -> None:
+        """Nobody runs anything and this rank has waited long enough for the others to leave: end the group."""
+        if not (plan.idle and self._may_leave()):
+            self._quiet_since = time.monotonic()
+        elif time.monotonic() - self._quiet_since > QUIET_S:
+            self._stop_now = True
 
     def _may_leave(self) -> bool:
         return self._leaving and not self._scheduler.num_held and not self._scheduler.num_waiting

@@ -72,7 +72,7 @@ class Moe:
 
 
 def pack(parts: list[Tensor]) -> Tensor:
-    """Rows of several dtypes -> uint8 [t, bytes]. t may be 0: then strides say nothing, so parts are flattened first."""
+    """Rows of several dtypes -> uint8 [t, bytes]. With t = 0 strides say nothing: flatten first."""
     flat = [part.contiguous().flatten().view(torch.uint8) for part in parts]
     return torch.cat([bytes_.view(part.shape[0], row_bytes(part)) for bytes_, part in zip(flat, parts)], -1)
 

@@ -14,7 +14,7 @@ from headrace.model.mono import MonoEngine
 WORKER = Path(__file__).parent / "workers" / "group_rank.py"
 
 
-def run_group(tmp_path: Path, scenario: dict[str, Any]) -> list[dict[str, Any]]:
+def run_group(tmp_path: Path, scenario: dict[str, Any], dies: int = -1) -> list[dict[str, Any]]:
     scenario = scenario | {"rendezvous": f"file://{tmp_path}/rendezvous"}
     path = tmp_path / "scenario.json"
     path.write_text(json.dumps(scenario))
@@ -29,14 +29,16 @@ def run_group(tmp_path: Path, scenario: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     results = []
     try:
-        for process in processes:
+        for rank, process in enumerate(processes):
             out, err = process.communicate(timeout=150)
-            assert process.returncode == 0, err[-4000:]
-            results.append(json.loads(out.splitlines()[-1]))
+            assert process.returncode == (9 if rank == dies else 0), err[-4000:]
+            if rank != dies:
+                results.append(json.loads(out.splitlines()[-1]))
     finally:
         for process in processes:
             process.kill()
-    check_lockstep(results)
+    if dies < 0:
+        check_lockstep(results)
     return results
 
 
@@ -106,3 +108,16 @@ def test_ranks_that_finish_abort_and_fail_in_the_same_steps(tmp_path, agreeing_m
     assert results[1]["aborted"] == ["aborted"]
     assert results[1]["failed"]["fails"] == ["EngineError"]
     assert results[1]["tokens"]["later"] == wanted(agreeing_model, requests[4])
+
+
+def test_when_a_rank_dies_the_others_say_so_at_once(tmp_path, make_prompt):
+    long = {"max_tokens": 1500, "temperature": 0.0}
+    requests = [
+        {"id": "survivor", "rank": 0, "prompt": make_prompt(64), "params": long},
+        {"id": "victim", "rank": 1, "prompt": make_prompt(65), "params": long, "die": 5},
+    ]
+    (survivor,) = run_group(tmp_path, {"world": 2, "drafts": 4, "one_dies": True, "requests": requests}, dies=1)
+    assert survivor["failed"]["survivor"] == ["RankLost"]
+    assert survivor["held"] == 0
+    assert survivor["integrity"] == []
+    assert survivor["failure"] is not None

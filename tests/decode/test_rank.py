@@ -9,6 +9,7 @@ from headrace.decode.fake import TEST_NAMESPACE
 from headrace.kvstore.names import chain
 from headrace.messages import Aborted, Accepted, Refused, SamplingParams, SequenceFailed
 from headrace.model.mono import MonoEngine
+from headrace.model.testing import tiny_model, tiny_spec
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129)
 
@@ -24,6 +25,19 @@ def test_tokens_equal_the_reference_engine(model, house, make_prompt, reference,
     for length in LENGTHS:
         assert here.sink.tokens(str(length)) == reference(model, make_prompt(length), params), length
         assert len(here.sink.of(Accepted, str(length))) == 1
+
+
+@pytest.mark.parametrize("kept", [3, 500])
+def test_draft_steps_that_select_for_themselves_change_no_token(house, make_prompt, reference, kept):
+    """Without index sharing draft steps write MTP rows that the next extend must overwrite."""
+    own = tiny_model(tiny_spec(shares_draft_index=False, used_vocab_size=kept))
+    here = house(own)
+    params = SamplingParams(max_tokens=70, temperature=1.0, seed=8)
+    for length in (1, 62, 127):
+        here.submit(str(length), make_prompt(length), params)
+    here.finish("1", "62", "127")
+    for length in (1, 62, 127):
+        assert here.sink.tokens(str(length)) == reference(own, make_prompt(length), params)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

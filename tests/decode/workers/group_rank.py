@@ -1,6 +1,7 @@
 """One rank of a real gloo group, as a process: `python group_rank.py SCENARIO.json RANK`. Prints one JSON line."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -44,14 +45,18 @@ def main(scenario: dict, rank: int) -> dict:
     mine = [request for request in scenario["requests"] if request["rank"] == rank]
     prefill = FakePrefill(whole, store)
     made = {r["id"]: prefill.request(r["id"], r["prompt"], SamplingParams(**r["params"]), **broken(r)) for r in mine}
-    dist.barrier(dist.new_group(backend="gloo"))
+    together = dist.new_group(backend="gloo")
+    dist.barrier(together)
     first_token_s = {}
     for request in mine:
         time.sleep(request.get("delay_s", 0.0))
         started = time.perf_counter()
         engine.submit(stream, made[request["id"]])
         if request.get("abort_after") is not None:
-            watch(engine, stream, sink, request)
+            watch(sink, request, lambda r: engine.abort(stream, r["id"]))
+        if request.get("die") is not None:
+            request["abort_after"] = request["die"]
+            watch(sink, request, lambda _: os._exit(9))
         if request.get("alone"):
             sink.wait(lambda: bool(sink.tokens(request["id"])))  # noqa: B023
             first_token_s[request["id"]] = time.perf_counter() - started
@@ -61,6 +66,8 @@ def main(scenario: dict, rank: int) -> dict:
         return bool(gone or sink.finish_reason(request_id))
 
     sink.wait(lambda: all(ended(r["id"]) for r in mine), 60)
+    if not scenario.get("one_dies"):
+        dist.barrier(together)
     engine.stop(30.0)
     index = engine._scheduler.index
     return {
@@ -82,10 +89,12 @@ def broken(request: dict) -> dict:
     return {"sampling": SamplingParams(**request["params"], logit_bias={10**6: 1.0})}
 
 
-def watch(engine, stream, sink, request) -> None:
+def watch(sink, request, act) -> None:
+    """Act when so many tokens of the request are out."""
+
     def run() -> None:
         sink.wait(lambda: len(sink.tokens(request["id"])) >= request["abort_after"])
-        engine.abort(stream, request["id"])
+        act(request)
 
     threading.Thread(target=run, daemon=True).start()
 
