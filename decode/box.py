@@ -51,7 +51,7 @@ class DecodeRankBox:
         )
         control, exchange = self._join_group(device)
         pool = DevicePool(context.layout, context.config.decode.device_blocks, device)
-        self._client = NodeClient(context.endpoints["node-0"], context.name)
+        self._client = NodeClient(context.endpoints["node-0"], self._hello, context.layout)
         self._rank = make_rank(
             model=model,
             pool=pool,

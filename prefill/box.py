@@ -35,9 +35,9 @@ class PrefillRankBox:
         model = load_from_config(
             context.config, spec, ep_rank=context.rank, ep_size=context.world, local_index=_local_gpu(context.rank)
         )
-        # The leader announces what the group's device tier holds: routers know groups, not prefill ranks.
-        name = context.group if context.rank == 0 else context.name
-        self._client = NodeClient(context.endpoints["node-0"], name)
+        # Every rank greets under the group's name: routers know groups, not prefill ranks, and the daemon must know who
+        # may write into the slots that the leader takes. Only the leader announces.
+        self._client = NodeClient(context.endpoints["node-0"], self._hello, context.layout)
         seat = Seat(context.rank, context.world, context.rendezvous)
         self._rank = PrefillRank(context.config, seat, spec, model, context.layout, self._client)
         self._rank.start()

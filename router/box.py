@@ -96,13 +96,13 @@ class RouterBox:
         backends = Backends(
             prefill={name: address for name, address in boxes.items() if name.startswith("prefill-")},
             decode={name: address for name, address in boxes.items() if name.startswith("decode-")},
-            nodes=open_nodes(nodes, context.token),
+            nodes=open_nodes(nodes, context.fingerprint),
             token=context.token,
             incarnation=self.incarnation,
             fingerprint=context.fingerprint,
         )
         model = await asyncio.to_thread(load_served_model, config)
-        directory = open_directory(config.directory, nodes, context.token)
+        directory = open_directory(config.directory, nodes, context.fingerprint)
         self._router = await assemble(config, model, directory, backends)
         self._router.fleet.follow(_AddressFile(Path(context.run_dir) / ENDPOINTS_FILE).changed)
         self._server = HttpServer(self._router.app, config.router)

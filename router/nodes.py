@@ -4,17 +4,17 @@ from collections.abc import Mapping
 
 from headrace.config import DirectoryConfig
 from headrace.kvstore.base import Directory
+from headrace.kvstore.directory import make_directory
+from headrace.kvstore.directory.stream import NodeStream
 from headrace.router.fleet import Box
 
 
-def open_directory(config: DirectoryConfig, nodes: Mapping[str, str], token: str) -> Directory:
+def open_directory(config: DirectoryConfig, nodes: Mapping[str, str], fingerprint: bytes) -> Directory:
     """The directory that the configuration asks for (not started). `nodes`: node name -> control socket."""
-    from headrace.kvstore.directory import make_directory
-
-    directory: Directory = make_directory(config, nodes, token)
+    directory: Directory = make_directory(config, nodes, fingerprint)
     return directory
 
 
-def open_nodes(nodes: Mapping[str, str], token: str) -> dict[str, Box]:
+def open_nodes(nodes: Mapping[str, str], fingerprint: bytes) -> dict[str, Box]:
     """Status and flush of the node daemons."""
-    return {}
+    return {name: NodeStream(endpoint, fingerprint) for name, endpoint in nodes.items()}
