@@ -1,4 +1,4 @@
-"""Which installed distributions may be trained on. Decides from package metadata only, and refuses what it cannot read."""
+"""Which installed distributions may be trained on: decides from package metadata, and refuses what it cannot read."""
 
 import re
 from email.message import Message
