@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
             verb.add_argument("--minutes", type=float, default=15.0, help="time of this run")
             verb.add_argument("--stop-after-s", type=float, default=0.0, help="the same in seconds")
             verb.add_argument("--budget-s", type=float, default=900.0, help="time of all runs; stages are shares of it")
-            verb.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+            verb.add_argument("--rate", type=float, default=8e-3, help="peak learning rate")
             verb.add_argument("--state", type=Path, default=Path("nano-state.pt"))
             verb.add_argument("--resume", action="store_true")
             verb.add_argument("--eager", action="store_true", help="compile nothing")

@@ -34,7 +34,7 @@ class Plan:
 
     budget_s: float
     stop_after_s: float
-    peak_rate: float = 3e-3
+    peak_rate: float = 8e-3
     shrink: int = 1
     compiled: bool = True
     log_every: int = 50

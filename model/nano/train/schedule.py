@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from headrace.model.nano.train.layers import Mode
 
-WARM_UP, DECAY_FROM, FLOOR = 0.01, 0.45, 0.02
+WARM_UP, DECAY_FROM, FLOOR = 0.01, 0.40, 0.02
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Stage:
 SPARSE = Mode(sparse=True, fp8_weights=True, fp8_activations=True, distil_rows=32, draft_steps=4, soft_drafts=True)
 STAGES = (
     # Dense attention; the MTP layer learns two chained steps from the text.
-    Stage("dense", 0.54, 64, 2048, Mode(draft_steps=2), compiled=True),
-    Stage("dense-8k", 0.59, 16, 8192, Mode(draft_steps=2)),
+    Stage("dense", 0.565, 64, 2048, Mode(draft_steps=2), compiled=True),
+    Stage("dense-8k", 0.60, 16, 8192, Mode(draft_steps=2)),
     Stage("dense-32k", 0.63, 4, 32768, Mode(draft_steps=1)),
     # Indexers learn where dense attention looks, everything else is frozen.
-    Stage("distil-2k", 0.67, 32, 2048, Mode(distil_rows=128, draft_steps=4), indexers_only=True, chain_share=1.0),
-    Stage("distil-32k", 0.69, 4, 32768, Mode(distil_rows=256, draft_steps=1), indexers_only=True, chain_share=1.0),
+    Stage("distil-2k", 0.665, 32, 2048, Mode(distil_rows=128, draft_steps=4), indexers_only=True, chain_share=1.0),
+    Stage("distil-32k", 0.685, 4, 32768, Mode(distil_rows=256, draft_steps=1), indexers_only=True, chain_share=1.0),
     # Everything learns with the selection on and through FP8, drafts learn the main model's distribution.
     Stage("sparse", 0.97, 64, 2048, SPARSE, compiled=True),
     Stage("sparse-8k", 1.0, 8, 8192, SPARSE),
