@@ -3,7 +3,7 @@
 No cache and no kernels: every step is a whole forward pass through FP8 rows, FP8 activations and the selection.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,12 +48,16 @@ def even_windows(stream: Stream, count: int, length: int) -> Tensor:
 
 
 @torch.inference_mode()
-def generate(model: NanoModel, prompts: Tensor, count: int, mode: Mode) -> Tensor:
-    """Greedy continuation int64 [B, P + count] of prompts [B, P], padding ids never chosen."""
+def generate(model: NanoModel, prompts: Tensor, count: int, mode: Mode, temperature: float = 0.0) -> Tensor:
+    """Continuation int64 [B, P + count] of prompts [B, P], greedy at temperature 0; padding ids never chosen."""
     tokens = prompts
+    torch.manual_seed(0)
     for _ in range(count):
-        logits = model.head(model.trunk(tokens, mode, None)[:, -1])
+        logits = model.head(model.trunk(tokens, mode, None)[:, -1]).float()
         logits[:, model.shape.used_vocab_size :] = float("-inf")
+        if temperature > 0:
+            # Gumbel-max: adding this noise and taking the largest draws from the softmax.
+            logits = logits / temperature - torch.empty_like(logits).exponential_().log()
         tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), 1)
     return tokens
 
@@ -98,11 +102,14 @@ class Acceptance:
     steps: int
 
 
-def measure_acceptance(model: NanoModel, prompts: Tensor, count: int, mode: Mode) -> Acceptance:
-    """Greedy acceptance of four chained drafts while generating `count` tokens after each of prompts [B, P]."""
-    tokens = generate(model, prompts, count, mode)
-    drafts = greedy_drafts(model, tokens, mode)
-    lengths = [n for row, guess in zip(tokens, drafts) for n in accepted_lengths(row, guess, prompts.shape[1])]
+def measure_acceptance(model: NanoModel, tokens: Tensor, prompt: int, mode: Mode) -> Acceptance:
+    """Acceptance of four chained drafts when the verified tokens are tokens[:, prompt:] of [B, T].
+
+    A draft counts iff it equals the token that was committed: exact for greedy text, and for sampled text the rule
+    that draws the target's token first and accepts a draft that equals it.
+    """
+    drafts = torch.cat([greedy_drafts(model, row[None], mode) for row in tokens])
+    lengths = [n for row, guess in zip(tokens, drafts) for n in accepted_lengths(row, guess, prompt)]
     by_draft = [sum(n > j for n in lengths) / len(lengths) for j in range(1, mode.draft_steps + 1)]
     return Acceptance(sum(lengths) / len(lengths), by_draft, len(lengths))
 
@@ -139,6 +146,21 @@ def _long_context(model: NanoModel, held_out: Stream) -> str:
     return ", ".join(f"{a}–{b}: {losses[a:b].mean().item():.3f}" for a, b in pairwise(edges))
 
 
+def acceptance_lines(model: NanoModel, held_out: Stream, prompts: int, length: int, count: int) -> list[str]:
+    """Table rows of accepted tokens a verify step: on greedy text, on sampled text, and along the files themselves."""
+    starts = even_windows(held_out, prompts, length)
+    texts = {"greedy": generate(model, starts, count, SERVED),
+             "temperature 1": generate(model, starts, count, SERVED, temperature=1.0),
+             "held-out text itself": even_windows(held_out, prompts, length + count)}
+    lines = []
+    for name, tokens in texts.items():
+        got = measure_acceptance(model, tokens, length, SERVED)
+        rates = ", ".join(f"{rate:.3f}" for rate in got.by_draft)
+        lines.append(f"| accepted tokens a verify step, 4 drafts, {name} | {got.mean_tokens:.3f} "
+                     f"({got.steps} steps; draft 1–4: {rates}) |")
+    return lines
+
+
 def write_report(folder: Path, held_out: Stream, device: str, long_context: bool, shrink: int = 1) -> str:
     """Markdown with the figures and samples of a checkpoint folder; `shrink` divides all counts, for dry runs."""
     model = load_model(folder, device)
@@ -151,12 +173,7 @@ def write_report(folder: Path, held_out: Stream, device: str, long_context: bool
         nats = losses_by_position(model, windows, mode).mean().item()
         bits = nats / 0.693147 * windows[:, 1:].numel() / text_bytes
         lines.append(f"| held-out loss, {name}, 2,048 tokens | {nats:.4f} nats a token, {bits:.3f} bits a byte |")
-    prompts = even_windows(held_out, max(1, 48 // shrink), 512 // shrink)
-    for name, mode in (("as served", SERVED), ("dense", replace(DENSE, fp8_activations=True))):
-        got = measure_acceptance(model, prompts, 128 // shrink, mode)
-        rates = ", ".join(f"{rate:.3f}" for rate in got.by_draft)
-        lines.append(f"| accepted tokens a verify step, 4 drafts, greedy, {name} | {got.mean_tokens:.3f} "
-                     f"({got.steps} steps; draft 1–4: {rates}) |")
+    lines += acceptance_lines(model, held_out, max(1, 48 // shrink), 512 // shrink, 128 // shrink)
     if long_context:
         lines.append(f"| loss by position in 32K windows | {_long_context(model, held_out)} |")
     lines.append("")
