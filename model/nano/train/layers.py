@@ -88,6 +88,8 @@ class DenseMLP(nn.Module):
 class MoE(nn.Module):
     """Sigmoid-routed experts plus a shared one, computed densely: at this width one wide product beats a dispatch."""
 
+    bias: Tensor  # fp32 [E − 1]: added to the scores for the choice only
+
     def __init__(self, shape: NanoShape, out_gain: float) -> None:
         super().__init__()
         self.shape = shape

@@ -111,6 +111,12 @@ class NanoModel(nn.Module):
         self.dtype = torch.bfloat16
         self.hard_loss, self.soft_loss = hard_cross_entropy, soft_cross_entropy
 
+    @property
+    def mtp_block(self) -> Block:
+        block = self.layers[self.shape.mtp_layer]
+        assert isinstance(block, Block)
+        return block
+
     def embed(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.embed_tokens.to(self.dtype))
 
@@ -128,9 +134,11 @@ class NanoModel(nn.Module):
         """Hidden state after the final norm [B, T, H] of tokens [B, T]; adds indexer losses and loads to `losses`."""
         x = self.embed(tokens)
         table = rotary_table(torch.arange(tokens.shape[1], device=x.device), self.shape)
-        mask, group, scores = None, [], None
-        for i in range(self.shape.num_hidden_layers):
-            out = self.layers[i](x, table, mask, rows, mode)
+        mask: Tensor | None = None
+        scores: Tensor | None = None
+        group: list[Tensor] = []
+        for i, block in enumerate(self.layers[: self.shape.mtp_layer]):
+            out = block(x, table, mask, rows, mode)
             x, mask = out.x, out.mask
             if losses is not None and out.load is not None:
                 losses.loads[i] = out.load
@@ -165,7 +173,7 @@ class NanoModel(nn.Module):
         rows read at a step: the text when training, the drafts themselves when drafting.
         """
         positions = torch.arange(hidden.shape[1], device=hidden.device)
-        block = self.layers[self.shape.mtp_layer]
+        block = self.mtp_block
         u = self.combine(next_tokens(0, None), hidden)
         out = block(u, rotary_table(positions, self.shape), None, rows, mode)
         states, p = [self.shared_head_norm(out.x)], out.projected
@@ -218,7 +226,7 @@ class NanoModel(nn.Module):
         torch._dynamo.config.recompile_limit = 64
         for block in self.layers:
             block.compile(dynamic=False)
-            block.chain = torch.compile(block.chain, dynamic=False)
+        self.mtp_block.chain = torch.compile(self.mtp_block.chain, dynamic=False)  # type: ignore[method-assign]
         self.hard_loss = torch.compile(hard_cross_entropy, dynamic=False)
         self.soft_loss = torch.compile(soft_cross_entropy, dynamic=False)
 

@@ -45,13 +45,13 @@ class Muon:
             live = [p for p in group if p.grad is not None]
             if not live:
                 continue
-            grads = [p.grad for p in live]
+            grads = [p.grad for p in live if p.grad is not None]
             buffers = [self.state[id(p)] for p in live]
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
             ahead = torch._foreach_lerp(grads, buffers, self.momentum)  # Nesterov
             stacked = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in ahead])
             moves = orthogonalise(stacked).float() * (0.2 * max(stacked.shape[-2:]) ** 0.5)
-            torch._foreach_mul_(live, 1 - rate * self.decay)
+            torch._foreach_mul_(list[Tensor](live), 1 - rate * self.decay)
             sizes = [p.numel() // (p.shape[-1] * p.shape[-2]) for p in live]
             for parameter, move in zip(live, moves.split(sizes)):
                 parameter.add_(move.view_as(parameter), alpha=-rate)
@@ -61,7 +61,8 @@ class Optimiser:
     """Both optimisers over one model."""
 
     def __init__(self, model: NanoModel, decay: float = 0.1) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             inside = name.startswith("layers.") or name == "eh_proj"
             small = name.endswith(("mlp.gate", "weights_proj"))
