@@ -16,7 +16,7 @@ from headrace.model.nano.train.licences import permissive_licence
 
 # Vendored copies carry their own licences and would leak held-out packages into the training set.
 SKIPPED_FOLDERS = {"_vendor", "vendor", "vendored", "_vendored", "externals", "third_party", "node_modules",
-                   "site-packages", "idlelib", "lib2to3", "__pycache__", "extern", "packaging_vendored"}
+                   "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__", "extern"}
 HELD_OUT = frozenset({"click", "werkzeug", "seaborn", "toolz", "humanize", "sortedcontainers", "flax", "treescope"})
 MIN_FILE_BYTES, MAX_FILE_BYTES = 256, 160_000
 # No single package may be more than this share of the corpus budget: the largest are repetitive.

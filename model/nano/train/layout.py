@@ -1,7 +1,7 @@
 """Every tensor of the checkpoint by name, shape and dtype, derived from the dimensions alone.
 
 Convention: an `fp8` weight `X.weight` [out, in] comes with `X.weight_scale_inv` fp32 [ceil(out/128), ceil(in/128)],
-which *multiplies* its block; last blocks may be partial. The export writes exactly this list and the tests compare to it.
+which *multiplies* its block; last blocks may be partial. The export writes this list and the tests compare to it.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Which installed distributions may be trained on. Decides from package metadata only, and refuses what it cannot read."""
+"""Which installed distributions may be trained on: decides from package metadata, and refuses what it cannot read."""
 
 import re
-from email.message import Message
+from importlib.metadata import PackageMetadata
 
 # Each maps a pattern on one licence term to the short name that the data sheet prints.
 PERMISSIVE = (
@@ -33,13 +33,17 @@ def _join(terms: list[str]) -> str | None:
     return " AND ".join(sorted({name for name in names if name is not None}))
 
 
-def permissive_licence(metadata: Message) -> str | None:
+def _field(metadata: PackageMetadata, name: str) -> str:
+    return (metadata.get_all(name) or [""])[0].strip()
+
+
+def permissive_licence(metadata: PackageMetadata) -> str | None:
     """Short licence name of a distribution, or None if it is missing, unknown or not permissive.
 
     Sources in order: the SPDX `License-Expression`, the trove classifiers, a one-line `License` field.
     An expression must be permissive in every term, `OR` included: nothing is decided in its favour.
     """
-    expression = metadata.get("License-Expression")
+    expression = _field(metadata, "License-Expression")
     if expression:
         return _join(re.split(r"\s+(?:AND|OR)\s+", re.sub(r"[()]", "", expression)))
     prefix = "License ::"
@@ -47,7 +51,7 @@ def permissive_licence(metadata: Message) -> str | None:
     classifiers = [c for c in classifiers if c.strip() != "OSI Approved"]
     if classifiers:
         return _join(classifiers)
-    field = (metadata.get("License") or "").strip()
+    field = _field(metadata, "License")
     if not field or "\n" in field or len(field) > 80:
         return None
     return _join(re.split(r"\s+(?:AND|OR|and|or)\s+|\s*[,/]\s+", field))

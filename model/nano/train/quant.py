@@ -1,4 +1,4 @@
-"""FP8 rounding as the serving path does it, for export (bytes and scales) and for training (round trip, straight-through).
+"""FP8 rounding as the serving path does it: bytes and scales for export, straight-through round trips for training.
 
 e4m3 has 3 mantissa bits and ends at 448. Every function treats the last dimension as channels.
 """
@@ -46,7 +46,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 
 def round_activation(x: Tensor, group: int = BLOCK) -> Tensor:
-    """Straight-through round trip with one dynamic fp32 scale per row and `group` channels (the last may be partial)."""
+    """Straight-through round trip with one dynamic fp32 scale per row and `group` channels (last one partial)."""
     grouped = _grouped(x, group)
     scales = grouped.abs().amax(-1, keepdim=True).clamp_min(1e-10) / E4M3_MAX
     rounded = (_round(grouped / scales) * scales).flatten(-2)[..., : x.shape[-1]]
@@ -54,7 +54,7 @@ def round_activation(x: Tensor, group: int = BLOCK) -> Tensor:
 
 
 def round_cache(x: Tensor) -> Tensor:
-    """Straight-through round trip through a cache row: power-of-two scales 2^ceil(log2(max(amax, 1e-4)/448)) per 128."""
+    """Straight-through round trip through a cache row: scales 2^ceil(log2(max(amax, 1e-4)/448)), one per 128."""
     grouped = _grouped(x, BLOCK)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min(1e-4)
     scales = torch.exp2(torch.ceil(torch.log2(amax / E4M3_MAX)))

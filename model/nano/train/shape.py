@@ -86,6 +86,16 @@ def _token_ids(shape: NanoShape) -> dict[str, Any]:
     return {"eos_token_id": [base, base + 7, base + 9], "pad_token_id": base}
 
 
+def _quantization(shape: NanoShape) -> dict[str, Any]:
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": unconverted_modules(shape),
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+
+
 def config_json(shape: NanoShape) -> dict[str, Any]:
     """Content of `config.json`."""
     dense = shape.first_k_dense_replace
@@ -132,13 +142,7 @@ def config_json(shape: NanoShape) -> dict[str, Any]:
         "qk_head_dim": shape.qk_head_dim,
         "qk_nope_head_dim": shape.qk_nope_head_dim,
         "qk_rope_head_dim": shape.qk_rope_head_dim,
-        "quantization_config": {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "modules_to_not_convert": unconverted_modules(shape),
-            "quant_method": "fp8",
-            "weight_block_size": [BLOCK, BLOCK],
-        },
+        "quantization_config": _quantization(shape),
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_interleave": True,
         "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
