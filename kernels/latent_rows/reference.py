@@ -5,6 +5,7 @@ from torch import Tensor
 
 from headrace.kernels import fp8
 from headrace.kernels.base import KernelContext
+from headrace.kernels.bytewise import as_bytes, from_bytes
 from headrace.kernels.formats import BLOCK_TOKENS, LATENT_DIM, ROPE_DIM, SCALE_TILE, RowFormat
 from headrace.kernels.scratch import Scratch
 
@@ -21,14 +22,13 @@ class ReferenceLatentRows:
 
     def quantise(self, latent: Tensor, rope: Tensor, fmt: RowFormat) -> Tensor:
         if not fmt.fp8:
-            return torch.cat((latent, rope), -1).to(torch.bfloat16).view(torch.uint8)
+            return as_bytes(torch.cat((latent, rope), -1).to(torch.bfloat16))
         if not fmt.tiled:
             return fp8.encode(torch.cat((latent, rope), -1))
-        tiles = latent.reshape(-1, TILES, SCALE_TILE)
+        tiles = latent.reshape(latent.shape[0], TILES, SCALE_TILE)
         scales = fp8.power_of_two_scale(tiles.abs().amax(-1))
-        codes = fp8.encode(tiles / scales.unsqueeze(-1)).view(-1, LATENT_DIM)
-        tail = rope.to(torch.bfloat16).contiguous().view(torch.uint8)
-        return torch.cat((codes, scales.view(torch.uint8), tail), -1)
+        codes = fp8.encode(tiles / scales.unsqueeze(-1)).view(latent.shape)
+        return torch.cat((codes, as_bytes(scales), as_bytes(rope.to(torch.bfloat16))), -1)
 
     def write(self, plane: Tensor, cache_rows: Tensor, row_bytes: Tensor) -> None:
         keep = cache_rows >= 0
@@ -52,14 +52,14 @@ class ReferenceLatentRows:
 
     def _decode(self, rows: Tensor, fmt: RowFormat, out: Tensor) -> None:
         if not fmt.fp8:
-            out.copy_(rows.view(torch.bfloat16))
+            out.copy_(from_bytes(rows, torch.bfloat16))
         elif not fmt.tiled:
             out.copy_(fp8.decode(rows))
         else:
-            scales = rows[:, LATENT_DIM:SCALES_END].contiguous().view(torch.float32)
-            codes = fp8.decode(rows[:, :LATENT_DIM]).view(-1, TILES, SCALE_TILE)
-            out[:, :LATENT_DIM] = codes.mul_(scales.unsqueeze(-1)).view(-1, LATENT_DIM)
-            out[:, LATENT_DIM:] = rows[:, SCALES_END:].contiguous().view(torch.bfloat16)
+            scales = from_bytes(rows[:, LATENT_DIM:SCALES_END], torch.float32)
+            codes = fp8.decode(rows[:, :LATENT_DIM]).view(*scales.shape, SCALE_TILE)
+            out[:, :LATENT_DIM] = codes.mul_(scales.unsqueeze(-1)).flatten(1)
+            out[:, LATENT_DIM:] = from_bytes(rows[:, SCALES_END:], torch.bfloat16)
 
 
 def create(context: KernelContext) -> ReferenceLatentRows:
