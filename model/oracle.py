@@ -205,9 +205,7 @@ def _add_mtp_tensors(layer: Any, number: int, directory: Path) -> None:
             tensors[prefix + name] = value.clone()
     save_file(tensors, file)
     config = directory / "config.json"
-    config.write_text(
-        config.read_text().replace('"num_nextn_predict_layers": 0', '"num_nextn_predict_layers": 1')
-    )
+    config.write_text(config.read_text().replace('"num_nextn_predict_layers": 0', '"num_nextn_predict_layers": 1'))
 
 
 def load_ours(directory: Path, row_format: str = FP32_ROWS.name) -> Transformer:

@@ -1,4 +1,4 @@
-"""The reference engine: everything it must not depend on (chunking, drafting, slots), and the invariants of its blocks."""
+"""The reference engine: what it must not depend on (chunking, drafting, slots), and the invariants of its blocks."""
 
 from collections.abc import Sequence
 
