@@ -74,6 +74,7 @@ def neutral() -> Iterator[None]:
         for kernel, name, function in (
             (ReferenceLatentRows, "quantise", lambda self, c, r, fmt: _row_bytes(torch.cat((c, r), -1), fmt)),
             (ReferenceIndexKeys, "quantise", lambda self, k, fmt: _row_bytes(k, fmt)),
+            (ReferenceLatentRows, "exact_dtype", torch.float32),
             (ReferenceLatentRows, "_decode", _decode),
             (ReferenceIndexKeys, "_decode", _decode_keys),
             (ReferenceIndexKeys, "write", _write_keys),
