@@ -1,4 +1,4 @@
-"""Turns `auto` settings into what this rank runs: device, arithmetic, row format. One place, so ranks cannot disagree."""
+"""Turns `auto` settings into what a rank runs: device, arithmetic, row format. One place, so ranks cannot disagree."""
 
 import torch
 
@@ -17,7 +17,9 @@ def device_of(config: Config, local_index: int = 0) -> torch.device:
     if wanted == "cuda":
         count = torch.cuda.device_count()
         if local_index >= count:
-            raise ConfigError(f"model.device: cuda, but this host has {count} GPUs and the rank wants number {local_index}")
+            raise ConfigError(
+                f"model.device: cuda, but this host has {count} GPUs and the rank wants number {local_index}"
+            )
         return torch.device("cuda", local_index)
     return torch.device(wanted)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.base import RouterRule
+from headrace.kernels.bytewise import as_bytes, from_bytes
 from headrace.kernels.registry import KernelSet
 from headrace.kernels.tiles import pad_rows
 from headrace.model.base import Exchange
@@ -72,16 +73,11 @@ class Moe:
 
 
 def pack(parts: list[Tensor]) -> Tensor:
-    """Rows of several dtypes -> uint8 [t, bytes]. With t = 0 strides say nothing: flatten first."""
-    flat = [part.contiguous().flatten().view(torch.uint8) for part in parts]
-    return torch.cat([bytes_.view(part.shape[0], row_bytes(part)) for bytes_, part in zip(flat, parts)], -1)
+    """Rows of several dtypes -> uint8 [t, bytes]."""
+    return torch.cat([as_bytes(part) for part in parts], -1)
 
 
 def unpack(packed: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Inverse of `pack`; `like` gives dtypes and widths."""
-    pieces = packed.split([row_bytes(part) for part in like], -1)
-    return [piece.contiguous().view(part.dtype) for piece, part in zip(pieces, like)]
-
-
-def row_bytes(part: Tensor) -> int:
-    return part.shape[1] * part.element_size()
+    pieces = packed.split([part.shape[1] * part.element_size() for part in like], -1)
+    return [from_bytes(piece, part.dtype) for piece, part in zip(pieces, like)]

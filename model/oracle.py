@@ -74,6 +74,7 @@ def neutral() -> Iterator[None]:
         for kernel, name, function in (
             (ReferenceLatentRows, "quantise", lambda self, c, r, fmt: _row_bytes(torch.cat((c, r), -1), fmt)),
             (ReferenceIndexKeys, "quantise", lambda self, k, fmt: _row_bytes(k, fmt)),
+            (ReferenceLatentRows, "exact_dtype", torch.float32),
             (ReferenceLatentRows, "_decode", _decode),
             (ReferenceIndexKeys, "_decode", _decode_keys),
             (ReferenceIndexKeys, "write", _write_keys),
@@ -205,9 +206,7 @@ def _add_mtp_tensors(layer: Any, number: int, directory: Path) -> None:
             tensors[prefix + name] = value.clone()
     save_file(tensors, file)
     config = directory / "config.json"
-    config.write_text(
-        config.read_text().replace('"num_nextn_predict_layers": 0', '"num_nextn_predict_layers": 1')
-    )
+    config.write_text(config.read_text().replace('"num_nextn_predict_layers": 0', '"num_nextn_predict_layers": 1'))
 
 
 def load_ours(directory: Path, row_format: str = FP32_ROWS.name) -> Transformer:

@@ -83,9 +83,7 @@ class ReferenceExperts:
             hidden = fp8.dequantise_activation(*fp8.quantise_activation(hidden))
         return self._products(hidden, weight.down, starts, sizes, tile).index_select(0, where)
 
-    def _products(
-        self, x: Tensor, matrices: list[Tensor], starts: list[int], sizes: list[int], tile: int
-    ) -> Tensor:
+    def _products(self, x: Tensor, matrices: list[Tensor], starts: list[int], sizes: list[int], tile: int) -> Tensor:
         out = x.new_empty((x.shape[0], matrices[0].shape[1]))
         for matrix, start, size in zip(matrices, starts, sizes):
             step = tile if self._deterministic else max(size, 1)

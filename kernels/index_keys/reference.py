@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headrace.kernels import fp8
 from headrace.kernels.base import KernelContext
+from headrace.kernels.bytewise import as_bytes, from_bytes
 from headrace.kernels.formats import BLOCK_TOKENS, INDEX_DIM, RowFormat
 from headrace.kernels.scratch import Scratch
 
@@ -22,10 +23,10 @@ class ReferenceIndexKeys:
 
     def quantise(self, keys: Tensor, fmt: RowFormat) -> Tensor:
         if not fmt.fp8:
-            return keys.to(torch.bfloat16).contiguous().view(torch.uint8)
+            return as_bytes(keys.to(torch.bfloat16))
         amax = keys.abs().amax(-1, keepdim=True)
         scales = fp8.power_of_two_scale(amax) if fmt.tiled else torch.ones_like(amax)
-        return torch.cat((fp8.encode(keys / scales), scales.view(torch.uint8)), -1)
+        return torch.cat((fp8.encode(keys / scales), as_bytes(scales)), -1)
 
     def write(self, plane: Tensor, cache_rows: Tensor, row_bytes: Tensor, fmt: RowFormat) -> None:
         keep = cache_rows >= 0
@@ -41,8 +42,8 @@ class ReferenceIndexKeys:
         keys, scales = self._views(plane, fmt)
         codes = keys[slot, row]
         if scales is None:
-            return codes.view(torch.bfloat16).to(torch.float32)
-        return fp8.decode(codes) * scales[slot, row].view(torch.float32)
+            return from_bytes(codes, torch.bfloat16).to(torch.float32)
+        return fp8.decode(codes) * from_bytes(scales[slot, row], torch.float32)
 
     def gather_blocks(self, plane: Tensor, slots: Tensor, fmt: RowFormat, tile: int) -> tuple[Tensor, Tensor | None]:
         """Keys of whole blocks, unscaled: (fp32 [n, 128], fp32 scales [n] or None), n = 64 rows a block rounded up to

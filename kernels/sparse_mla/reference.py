@@ -31,16 +31,18 @@ class ReferenceSparseMla:
                 values = self._rows.gather_blocks(plane, history_slots(rows, seq, last + 1), fmt)
                 where = safe
             else:
-                place = cache_rows(rows.block_tables, torch.full_like(safe, seq), safe)
-                values = self._rows.gather(plane, place.flatten(), fmt)
-                where = torch.arange(safe.numel(), device=q.device).view(safe.shape)
+                # Neighbouring rows select mostly the same cache rows.
+                once, where = safe.unique(return_inverse=True)
+                place = cache_rows(rows.block_tables, torch.full_like(once, seq), once)
+                values = self._rows.gather(plane, place, fmt)
             bias = torch.zeros(chosen.shape, device=q.device).masked_fill_(chosen < 0, -torch.inf)
             empty = (chosen < 0).all(1).tolist()
             picked = values.new_empty((k, values.shape[1]))
+            exact = picked if values.dtype == torch.float32 else picked.float()
             for i, row in enumerate(members.tolist()):
                 if not empty[i]:
                     torch.index_select(values, 0, where[i], out=picked)
-                    attend(q[row], picked, bias[i], scale, out[row])
+                    attend(q[row], exact.copy_(picked), bias[i], scale, out[row])
         return out
 
 

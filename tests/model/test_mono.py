@@ -1,4 +1,4 @@
-"""The reference engine: everything it must not depend on (chunking, drafting, slots), and the invariants of its blocks."""
+"""The reference engine: what it must not depend on (chunking, drafting, slots), and the invariants of its blocks."""
 
 from collections.abc import Sequence
 
@@ -147,3 +147,12 @@ def test_refusals(model: Transformer) -> None:
         run(model, [600])
     with pytest.raises(PromptTooLong, match="4096"):
         run(model, [1, 2], max_tokens=4095)
+
+
+@pytest.mark.parametrize("row_format", ["plain576", "bf16"])
+@pytest.mark.parametrize("quantised", [True, False])
+def test_other_formats_and_bf16_weights(row_format: str, quantised: bool) -> None:
+    other = tiny_model(row_format=row_format, quantised=quantised)
+    plain, slabs = run(other, prompt(100))
+    spec, spec_slabs = run(other, prompt(100), chunk=64, drafts=4)
+    assert (spec.tokens, spec_slabs) == (plain.tokens, slabs)
