@@ -1,0 +1,64 @@
+"""`headrace lab simulate`: hit rates of a trace under sizes and policies, without a service."""
+
+import argparse
+import datetime
+import os
+import shlex
+import sys
+
+from headrace.lab.commands.source import add_trace_arguments, load_trace
+from headrace.lab.report.files import save, to_csv, to_json, to_text
+from headrace.lab.report.page import page
+from headrace.lab.simulate.settings import PoolSettings, parse_settings, parse_sweep
+from headrace.lab.simulate.sweep import Row, pool_case, progress_bar, run_sweep, with_bound
+from headrace.lab.traces.form import Trace
+
+HELP = "Simulate one pool of blocks: hit rate by policy and size, with the clairvoyant bound"
+EXAMPLE = (
+    "headrace lab simulate conversation.jsonl.gz --sweep capacity=1M,5M,15M --sweep policy=lru,s3fifo --bound "
+    "--html report.html"
+)
+_COLUMNS = (
+    "policy", "capacity", "capacity_blocks", "block_weighted", "token_weighted", "request_mean", "evicted_blocks",
+    "seconds",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_trace_arguments(parser)
+    add_sweep_arguments(parser)
+    parser.add_argument("--bound", action="store_true", help="add the clairvoyant bound at every size")
+
+
+def run(args: argparse.Namespace) -> int:
+    trace = load_trace(args)
+    cases = parse_sweep(parse_settings(PoolSettings, args.set), args.sweep)
+    if args.bound:
+        cases = with_bound(cases)
+    rows = run_sweep(trace, cases, pool_case, args.jobs, progress_bar())
+    publish(args, trace, rows, _COLUMNS)
+    return 0
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set one field")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="FIELD=A,B,C", help="run every combination of these values"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: all cores")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--csv", default="", metavar="FILE", help="write CSV")
+    parser.add_argument("--html", default="", metavar="FILE", help="write a self-contained HTML page")
+
+
+def publish(args: argparse.Namespace, trace: Trace, rows: list[Row], columns: tuple[str, ...]) -> None:
+    """Print and write what was asked for."""
+    facts = [
+        f"Trace {trace.name}: {sum(1 for _ in trace.requests()):,} requests, blocks of {trace.block_tokens} tokens.",
+        f"Run on {datetime.date.today().isoformat()}: {shlex.join(['headrace', *sys.argv[1:]])}",
+    ]
+    if args.csv:
+        save(args.csv, to_csv(rows))
+    if args.html:
+        save(args.html, page(f"{trace.name}: simulated", facts, rows))
+    print(to_json(rows, facts) if args.json else to_text(rows, columns))
