@@ -1,0 +1,42 @@
+"""Who moves bytes between a device pool and slabs, one file per device type."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.kvstore.pool import DevicePool
+
+
+class Copier(Protocol):
+    """Copies whole blocks. Both calls are fenced on both sides: they wait for whoever wrote the source, and the next
+    user of the target, on the caller's current stream or on the host, waits for them. On return the views may be read
+    (store) or given back (load). `views[i]` has at least `layout.payload_bytes` bytes."""
+
+    def load(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None: ...
+
+    def store(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None: ...
+
+
+def _cpu() -> Copier:
+    from headrace.kvstore.copiers.cpu import CpuCopier
+
+    return CpuCopier()
+
+
+def _cuda() -> Copier:
+    from headrace.kvstore.copiers.cuda import CudaCopier
+
+    return CudaCopier()
+
+
+_CREATORS: dict[str, Callable[[], Copier]] = {"cpu": _cpu, "cuda": _cuda}
+_made: dict[str, Copier] = {}
+
+
+def copier_for(pool: DevicePool) -> Copier:
+    """The copier of this pool's device type, made at first use. Raises ValueError for an unknown type."""
+    kind = pool.device.type
+    if kind not in _CREATORS:
+        raise ValueError(f"no copier for device type {kind!r}; known: {', '.join(_CREATORS)}")
+    if kind not in _made:
+        _made[kind] = _CREATORS[kind]()
+    return _made[kind]

@@ -1,0 +1,151 @@
+"""The named blocks of one tier: who is held, who has children, who may be evicted. Pure. Shared by the device index and
+the host tier, so "child before parent" (DESIGN section 5, rule 6) is written once.
+
+A block is offered to the policy exactly when nothing holds it and no block of this tier names it as parent.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from headrace.ids import BlockName, SlotIndex
+from headrace.kvstore.base import BlockMeta, EvictionPolicy
+
+
+@dataclasses.dataclass(slots=True)
+class Resident:
+    """One named block and its slot. `refs` counts whoever may read or must keep it."""
+
+    meta: BlockMeta
+    slot: SlotIndex
+    refs: int
+    digest: bytes = b""
+    """Filled where a tier keeps digests."""
+
+
+class Residents:
+    """Mapping name -> Resident that drives one eviction policy."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._by_name: dict[BlockName, Resident] = {}
+        self._children: dict[BlockName, int] = {}
+        """Children in this tier per parent name, also of parents that are not here (yet, or any more)."""
+        self._offered: set[BlockName] = set()
+        self.held = 0
+        """Residents with at least one reference."""
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Resident]:
+        return iter(self._by_name.values())
+
+    def get(self, name: BlockName) -> Resident | None:
+        return self._by_name.get(name)
+
+    @property
+    def evictable(self) -> int:
+        return len(self._offered)
+
+    def leading(self, names: Sequence[BlockName]) -> list[Resident]:
+        """The residents of the leading run of `names`."""
+        found: list[Resident] = []
+        for name in names:
+            resident = self._by_name.get(name)
+            if resident is None:
+                break
+            found.append(resident)
+        return found
+
+    def hit(self, resident: Resident, now_s: float) -> None:
+        self._policy.on_hit(resident.meta.name, now_s)
+
+    def insert(self, resident: Resident, now_s: float) -> None:
+        name = resident.meta.name
+        if name in self._by_name:
+            raise KeyError(f"block {name.hex()} is already here")
+        self._by_name[name] = resident
+        self.held += resident.refs > 0
+        self._policy.on_insert(resident.meta, now_s)
+        self.adopt(resident.meta.parent, now_s)
+        self._review(name, now_s)
+
+    def remove(self, name: BlockName, now_s: float) -> Resident:
+        resident = self._by_name.pop(name)
+        self.held -= resident.refs > 0
+        self._offered.discard(name)
+        self._policy.on_remove(name)
+        self.disown(resident.meta.parent, now_s)
+        return resident
+
+    def hold(self, resident: Resident, now_s: float) -> None:
+        self.held += resident.refs == 0
+        resident.refs += 1
+        self._review(resident.meta.name, now_s)
+
+    def unhold(self, resident: Resident, now_s: float) -> None:
+        if resident.refs < 1:
+            raise ValueError(f"block {resident.meta.name.hex()} is released more often than it was taken")
+        resident.refs -= 1
+        self.held -= resident.refs == 0
+        self._review(resident.meta.name, now_s)
+
+    def adopt(self, parent: BlockName | None, now_s: float) -> None:
+        """A child of `parent` is here, or is being written."""
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+            self._review(parent, now_s)
+
+    def disown(self, parent: BlockName | None, now_s: float) -> None:
+        if parent is not None:
+            left = self._children[parent] - 1
+            if left:
+                self._children[parent] = left
+            else:
+                del self._children[parent]
+            self._review(parent, now_s)
+
+    def victim(self, now_s: float) -> Resident | None:
+        """Whom the policy would drop next. Does not remove it."""
+        name = self._policy.victim(now_s)
+        return None if name is None else self._by_name[name]
+
+    def idle(self) -> list[BlockName]:
+        """Names that nothing holds, children before parents."""
+        idle = [r for r in self._by_name.values() if r.refs == 0]
+        idle.sort(key=lambda r: -r.meta.depth)
+        return [r.meta.name for r in idle]
+
+    def _review(self, name: BlockName, now_s: float) -> None:
+        resident = self._by_name.get(name)
+        wanted = resident is not None and resident.refs == 0 and name not in self._children
+        if wanted and name not in self._offered:
+            self._offered.add(name)
+            self._policy.add_evictable(name, now_s)
+        elif not wanted and name in self._offered:
+            self._offered.discard(name)
+            self._policy.remove_evictable(name)
+
+    def violations(self, pending_children: Sequence[BlockName] = ()) -> list[str]:
+        """Everything that is wrong here, as sentences. `pending_children`: parents of blocks being written."""
+        wrong: list[str] = []
+        children: dict[BlockName, int] = {}
+        parents = [r.meta.parent for r in self._by_name.values() if r.meta.parent is not None]
+        for parent in [*parents, *pending_children]:
+            children[parent] = children.get(parent, 0) + 1
+        if children != self._children:
+            wrong.append(f"child counts {self._children} differ from the true ones {children}")
+        held = sum(r.refs > 0 for r in self._by_name.values())
+        if held != self.held:
+            wrong.append(f"{held} residents are held, {self.held} were counted")
+        for name, resident in self._by_name.items():
+            if resident.meta.name != name:
+                wrong.append(f"block {name.hex()} is filed under another name")
+            if resident.refs < 0:
+                wrong.append(f"block {name.hex()} has {resident.refs} references")
+            may_go = resident.refs == 0 and name not in children
+            if may_go != (name in self._offered):
+                wrong.append(f"block {name.hex()}: refs {resident.refs}, children {children.get(name, 0)}, "
+                             f"but offered={name in self._offered}")  # fmt: skip
+        wrong += [f"{name.hex()} is offered but not here" for name in self._offered if name not in self._by_name]
+        return wrong

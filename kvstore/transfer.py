@@ -1,0 +1,41 @@
+"""Moves blocks between a device pool (plane-major) and slabs in mapped memory (slab-major). Knows layout and fences, no
+names, leases or tiers: `mover.py` adds those."""
+
+from collections.abc import Sequence
+
+from headrace.kvstore.checksum import digest
+from headrace.kvstore.copiers import copier_for
+from headrace.kvstore.pool import DevicePool
+
+__all__ = ["digest", "load_slab", "load_slabs", "store_slab", "store_slabs"]
+
+
+def load_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+    """Copy slab `views[i]` into device slot `slots[i]`. Fenced as `copiers.Copier` says. Raises ValueError before the
+    first byte moves if a view is too short or a slot is outside the pool."""
+    _check(pool, slots, views)
+    copier_for(pool).load(pool, slots, views)
+
+
+def store_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+    """Copy device slot `slots[i]` into slab `views[i]` (writable). Errors and fences as for `load_slabs`."""
+    _check(pool, slots, views)
+    copier_for(pool).store(pool, slots, views)
+
+
+def load_slab(pool: DevicePool, slot: int, view: memoryview) -> None:
+    load_slabs(pool, [slot], [view])
+
+
+def store_slab(pool: DevicePool, slot: int, view: memoryview) -> None:
+    store_slabs(pool, [slot], [view])
+
+
+def _check(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+    if len(slots) != len(views):
+        raise ValueError(f"{len(slots)} slots but {len(views)} slabs")
+    for slot, view in zip(slots, views):
+        if not 0 <= slot < pool.slots:
+            raise ValueError(f"slot {slot} is outside a pool of {pool.slots}")
+        if view.nbytes < pool.layout.payload_bytes:
+            raise ValueError(f"a slab has {pool.layout.payload_bytes} bytes, this view only {view.nbytes}")
