@@ -18,6 +18,7 @@
     └── EngineError
         ├── BlockMiss            a decode rank lacks a block it was promised; the router retries through prefill
         ├── Cancelled            the client left, or somebody aborted (499)
+        ├── DeadlineExceeded     the request's own time is over (504)
         └── RankLost             a rank of the group died (503)
 
 Messages name what was wrong and what would be right, with the numbers in them.
@@ -108,6 +109,10 @@ class BlockMiss(EngineError):
 
 class Cancelled(EngineError):
     http_status = 499
+
+
+class DeadlineExceeded(EngineError):
+    http_status = 504
 
 
 class RankLost(EngineError):

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 import msgpack
 
 from headrace.errors import IncompatiblePeer
-from headrace.ids import BlockName, Incarnation, RequestId
+from headrace.ids import BlockName, Incarnation, Namespace, RequestId
 
 T = TypeVar("T")
 _registry: dict[str, type[Any]] = {}
 _hints: dict[type[Any], dict[str, Any]] = {}
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def message(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, slotted, keyword-only dataclass that `encode` and `decode` know by its name."""
     made = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
@@ -251,6 +252,9 @@ class DecodeRequest:
     sampling: SamplingParams
     """`max_tokens` counts the whole answer, including the tokens before `output_index`."""
     handover: Handover
+    namespace: Namespace = Namespace(b"")
+    """Root of the chain of names. Empty: the answer of a prompt shorter than one block cannot be named, so its blocks
+    are not published."""
     publish: bool = True
     """False: full blocks of the answer are not published (private requests)."""
 

@@ -1,0 +1,1 @@
+"""The routed experts of a rank."""

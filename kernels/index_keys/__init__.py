@@ -1,0 +1,1 @@
+"""Index keys: quantise, planar write, gather."""

@@ -1,0 +1,52 @@
+"""Definition of the index-key plane: 64 keys of 128 values, then (fp8 formats) 64 fp32 scales.
+
+`plain576` keys carry scale 1.0 and saturate; `tile656` keys a power-of-two scale per key.
+"""
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import fp8
+from headrace.kernels.base import KernelContext
+from headrace.kernels.formats import BLOCK_TOKENS, INDEX_DIM, RowFormat
+
+KEYS_END = BLOCK_TOKENS * INDEX_DIM
+
+
+class ReferenceIndexKeys:
+    def quantise(self, keys: Tensor, fmt: RowFormat) -> Tensor:
+        if not fmt.fp8:
+            return keys.to(torch.bfloat16).contiguous().view(torch.uint8)
+        amax = keys.abs().amax(-1, keepdim=True)
+        scales = fp8.power_of_two_scale(amax) if fmt.tiled else torch.ones_like(amax)
+        return torch.cat((fp8.encode(keys / scales), scales.view(torch.uint8)), -1)
+
+    def write(self, plane: Tensor, cache_rows: Tensor, row_bytes: Tensor, fmt: RowFormat) -> None:
+        keep = cache_rows >= 0
+        slot, row = cache_rows[keep] // BLOCK_TOKENS, cache_rows[keep] % BLOCK_TOKENS
+        kept = row_bytes[keep]
+        keys, scales = self._views(plane, fmt)
+        keys[slot, row] = kept[:, : keys.shape[-1]]
+        if scales is not None:
+            scales[slot, row] = kept[:, INDEX_DIM:]
+
+    def gather(self, plane: Tensor, cache_rows: Tensor, fmt: RowFormat) -> Tensor:
+        slot, row = cache_rows // BLOCK_TOKENS, cache_rows % BLOCK_TOKENS
+        keys, scales = self._views(plane, fmt)
+        codes = keys[slot, row]
+        if scales is None:
+            return codes.view(torch.bfloat16).to(torch.float32)
+        return fp8.decode(codes) * scales[slot, row].view(torch.float32)
+
+    @staticmethod
+    def _views(plane: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor | None]:
+        """(keys [slots, 64, key bytes], scales [slots, 64, 4] or None), views of the plane."""
+        slots = plane.shape[0]
+        if not fmt.fp8:
+            return plane.view(slots, BLOCK_TOKENS, 2 * INDEX_DIM), None
+        keys = plane[:, :KEYS_END].view(slots, BLOCK_TOKENS, INDEX_DIM)
+        return keys, plane[:, KEYS_END:].view(slots, BLOCK_TOKENS, 4)
+
+
+def create(context: KernelContext) -> ReferenceIndexKeys:
+    return ReferenceIndexKeys()

@@ -1,0 +1,1 @@
+"""Index logits and the exact top-k selection."""

@@ -1,0 +1,1 @@
+"""Latent rows: quantise, write, gather."""

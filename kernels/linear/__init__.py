@@ -1,0 +1,1 @@
+"""Linear layers with FP8 block-scaled or float weights."""

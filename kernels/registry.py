@@ -1,0 +1,115 @@
+"""One registry of kernel backends: op -> backend name -> lazy creator.
+
+`choose` asks the backends in order of preference whether they take the device and shape, keeps the reasons of those
+that do not, and creates the first that does. A backend that config forces is the only candidate, and its refusal is an
+error. A device difference is another backend file, never a branch inside one.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from headrace.errors import KernelUnsupported
+from headrace.kernels.base import KernelContext
+
+OPS = (
+    "norm",
+    "rope",
+    "latent_rows",
+    "index_keys",
+    "index_topk",
+    "sparse_mla",
+    "linear",
+    "router",
+    "experts",
+)
+PREFERENCE = ("aiter", "triton", "reference")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """`entry` is "module:factory", imported only when chosen; `refuses` gives a reason or None, before any import."""
+
+    name: str
+    entry: str
+    refuses: Callable[[KernelContext], str | None] = lambda context: None
+
+    def create(self, context: KernelContext) -> Any:
+        module, _, factory = self.entry.partition(":")
+        return getattr(importlib.import_module(module), factory)(context)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What was picked for an op and why the others were not."""
+
+    op: str
+    backend: str
+    kernel: Any
+    rejected: tuple[tuple[str, str], ...]
+
+
+class Registry:
+    def __init__(self) -> None:
+        self._backends: dict[str, dict[str, Backend]] = {}
+
+    def register(self, op: str, backend: Backend) -> None:
+        known = self._backends.setdefault(op, {})
+        if backend.name in known:
+            raise KernelUnsupported(f"{op}: backend {backend.name} is registered twice")
+        known[backend.name] = backend
+
+    def backends(self, op: str) -> tuple[str, ...]:
+        if op not in self._backends:
+            raise KernelUnsupported(f"no op {op!r}; known: {', '.join(sorted(self._backends))}")
+        known = self._backends[op]
+        return tuple(sorted(known, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else -1))
+
+    def choose(self, op: str, context: KernelContext, forced: str = "auto") -> Choice:
+        """Create the kernel of an op. Raises KernelUnsupported naming what exists and why each refused."""
+        names = self.backends(op)
+        if forced != "auto":
+            if forced not in names:
+                raise KernelUnsupported(f"{op}: no backend {forced!r}; registered: {', '.join(names)}")
+            names = (forced,)
+        rejected: list[tuple[str, str]] = []
+        for name in names:
+            backend = self._backends[op][name]
+            reason = backend.refuses(context)
+            if reason is None:
+                return Choice(op, name, backend.create(context), tuple(rejected))
+            rejected.append((name, reason))
+        why = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        raise KernelUnsupported(f"{op} on {context.device.type} with {context.shape}: {why}")
+
+
+def default_registry() -> Registry:
+    """The backends that ship with Headrace."""
+    registry = Registry()
+    for op in OPS:
+        registry.register(op, Backend("reference", f"headrace.kernels.{op}.reference:create"))
+    return registry
+
+
+@dataclasses.dataclass(slots=True)
+class KernelSet:
+    """All ops of one model on one device, chosen once at load."""
+
+    norm: Any
+    rope: Any
+    latent_rows: Any
+    index_keys: Any
+    index_topk: Any
+    sparse_mla: Any
+    linear: Any
+    router: Any
+    experts: Any
+    choices: tuple[Choice, ...]
+
+
+def kernel_set(context: KernelContext, forced: str = "auto", registry: Registry | None = None) -> KernelSet:
+    """Choose every op. Raises KernelUnsupported."""
+    source = registry or default_registry()
+    choices = tuple(source.choose(op, context, forced) for op in OPS)
+    return KernelSet(**{choice.op: choice.kernel for choice in choices}, choices=choices)

@@ -1,0 +1,33 @@
+"""Address arithmetic over block tables, shared by the reference ops."""
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.base import QueryRows
+from headrace.kernels.formats import BLOCK_TOKENS
+
+
+def cache_rows(block_tables: Tensor, seq: Tensor, rows: Tensor) -> Tensor:
+    """Request-relative rows of sequences -> cache rows (slot * 64 + row in block); -1 where there is no block."""
+    slots = block_tables[seq, rows // BLOCK_TOKENS]
+    return torch.where(slots < 0, -1, slots * BLOCK_TOKENS + rows % BLOCK_TOKENS)
+
+
+def sequence_groups(rows: QueryRows) -> list[tuple[int, Tensor, int]]:
+    """(sequence, its query rows int64, its largest last_row) for every sequence that has rows. Cached in `rows`."""
+    if rows.groups is None:
+        groups = []
+        for seq in torch.unique(rows.seq).tolist():
+            members = (rows.seq == seq).nonzero().flatten()
+            groups.append((seq, members, int(rows.last_row[members].max())))
+        rows.groups = groups
+    return rows.groups
+
+
+def history(rows: QueryRows, seq: int, length: int) -> Tensor:
+    """Cache rows of request-relative rows 0..length-1 of one sequence. Rows without a block point at cache row 0: they
+    are never visible."""
+    blocks = -(-length // BLOCK_TOKENS)
+    slots = rows.block_tables[seq, :blocks].clamp_min(0)
+    offsets = torch.arange(BLOCK_TOKENS, device=slots.device)
+    return (slots.unsqueeze(1) * BLOCK_TOKENS + offsets).flatten()[:length]

@@ -1,0 +1,1 @@
+"""Sparse MLA over selected cache rows."""

@@ -1,0 +1,303 @@
+"""What a checkpoint directory says about its model, checked. Torch-free.
+
+Reads Hugging Face `config.json` of `glm_moe_dsa` (GLM-5, 5.1, 5.2) and `deepseek_v32`, `generation_config.json` for the
+end-of-sequence ids, and the vocabulary size that the tokenizer really uses. Knows nothing of tensors.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import CheckpointError
+from headrace.kernels.formats import INDEX_DIM, LATENT_DIM, ROPE_DIM
+from headrace.kvstore.layout import SlabLayout
+
+NANO = "nano"
+MODEL_TYPES = ("glm_moe_dsa", "deepseek_v32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    theta: float
+    yarn_factor: float = 1.0
+    """1.0: no YaRN; the other fields matter only otherwise."""
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Dimensions and rules of one model. Field names follow `config.json` where it has one."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    dense_layers: tuple[int, ...]
+    full_layers: tuple[int, ...]
+    """Layers that own an indexer, ascending; the MTP layer always owns one and is not listed."""
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    indexer_interleaved: bool
+    has_mtp: bool
+    shares_draft_index: bool
+    rope: RopeSpec
+    max_position_embeddings: int
+    vocab_size: int
+    used_vocab_size: int
+    """Ids from here on are padding of the matrix and are never sampled."""
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> "ModelSpec":
+        """Parse and check a checkpoint directory, or `nano`. Raises CheckpointError listing every problem."""
+        directory = resolve_path(path)
+        raw = _read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        extra = _read_json(generation) if generation.exists() else {}
+        return parse_config(raw, extra, _tokenizer_size(directory / "tokenizer.json"), str(directory))
+
+    @property
+    def mtp_layer(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """qk_head_dim^-0.5, times YaRN's m^2."""
+        scale = self.qk_head_dim**-0.5
+        if self.rope.yarn_factor > 1 and self.rope.mscale_all_dim:
+            scale *= (0.1 * self.rope.mscale_all_dim * math.log(self.rope.yarn_factor) + 1) ** 2
+        return scale
+
+    def has_indexer(self, layer: int) -> bool:
+        return layer == self.mtp_layer or layer in self.full_layers
+
+    def is_dense(self, layer: int) -> bool:
+        return layer in self.dense_layers
+
+    def slab_layout(self, row_format: str) -> SlabLayout:
+        return SlabLayout(self.num_hidden_layers, self.full_layers, self.has_mtp, row_format)
+
+
+def resolve_path(path: str | Path) -> Path:
+    """The directory of a checkpoint; `nano` is the one that ships with Headrace."""
+    if str(path) == NANO:
+        directory = Path(__file__).resolve().parent / "nano" / "checkpoint"
+    else:
+        directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{path}: no checkpoint directory at {directory}")
+    return directory
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any], tokenizer_size: int | None, where: str) -> ModelSpec:
+    """`config.json` as a checked spec."""
+    reader = _Reader(raw)
+    layers = reader.integer("num_hidden_layers")
+    heads = reader.integer("num_attention_heads")
+    vocab = reader.integer("vocab_size")
+    nextn = reader.integer("num_nextn_predict_layers", 0, minimum=0)
+    model_type = str(raw.get("model_type"))
+    spec = ModelSpec(
+        model_type=model_type,
+        hidden_size=reader.integer("hidden_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        q_lora_rank=reader.integer("q_lora_rank"),
+        kv_lora_rank=reader.integer("kv_lora_rank"),
+        qk_nope_head_dim=reader.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=reader.integer("qk_rope_head_dim"),
+        v_head_dim=reader.integer("v_head_dim"),
+        intermediate_size=reader.integer("intermediate_size"),
+        moe_intermediate_size=reader.integer("moe_intermediate_size"),
+        n_routed_experts=reader.integer("n_routed_experts"),
+        n_shared_experts=reader.integer("n_shared_experts", 1, minimum=0),
+        num_experts_per_tok=reader.integer("num_experts_per_tok"),
+        n_group=reader.integer("n_group", 1),
+        topk_group=reader.integer("topk_group", 1),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", True)),
+        routed_scaling_factor=reader.number("routed_scaling_factor", 1.0),
+        dense_layers=_dense_layers(reader, layers),
+        full_layers=_full_layers(reader, layers),
+        index_n_heads=reader.integer("index_n_heads"),
+        index_head_dim=reader.integer("index_head_dim"),
+        index_topk=reader.integer("index_topk"),
+        indexer_interleaved=bool(raw.get("indexer_rope_interleave", model_type == "glm_moe_dsa")),
+        has_mtp=nextn > 0,
+        shares_draft_index=bool(raw.get("index_share_for_mtp_iteration", False)),
+        rope=_rope(reader),
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        vocab_size=vocab,
+        used_vocab_size=min(vocab, tokenizer_size or vocab),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-5),
+        eos_token_ids=_eos_ids(raw, generation),
+    )
+    problems = reader.problems + _problems(spec, raw, nextn)
+    if problems:
+        raise CheckpointError(f"{where}: config.json cannot be served:\n  " + "\n  ".join(problems))
+    return spec
+
+
+class _Reader:
+    """Typed access to a JSON mapping that collects what is wrong instead of stopping at the first."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.raw = raw
+        self.problems: list[str] = []
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            self.problems.append(f"{key}: expected an integer >= {minimum}, got {value!r}")
+            return max(minimum, 1)
+        return value
+
+    def number(self, key: str, default: float, source: dict[str, Any] | None = None) -> float:
+        value = (self.raw if source is None else source).get(key)
+        if value is None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self.problems.append(f"{key}: expected a number, got {value!r}")
+            return default
+        return float(value)
+
+
+def _full_layers(reader: _Reader, layers: int) -> tuple[int, ...]:
+    """Precedence: indexer_types, index_topk_pattern (a string of F and S, or a list), then the freq/offset rule."""
+    raw = reader.raw
+    for key in ("indexer_types", "index_topk_pattern"):
+        kinds = raw.get(key)
+        if kinds is None:
+            continue
+        words = [str(kind).lower() for kind in kinds]
+        unknown = sorted({word for word in words if word not in ("full", "shared", "f", "s")})
+        if unknown or len(words) < layers:
+            reader.problems.append(f"{key}: expected {layers} of full/shared (F/S), got {len(words)} with {unknown}")
+            return (0,)
+        return tuple(i for i in range(layers) if words[i][0] == "f")
+    freq = reader.integer("index_topk_freq", 1)
+    offset = reader.integer("index_skip_topk_offset", 2, minimum=0)
+    return tuple(i for i in range(layers) if max(i - offset + 1, 0) % freq == 0)
+
+
+def _dense_layers(reader: _Reader, layers: int) -> tuple[int, ...]:
+    kinds = reader.raw.get("mlp_layer_types")
+    if kinds is not None:
+        if len(kinds) < layers or any(kind not in ("dense", "sparse") for kind in kinds):
+            reader.problems.append(f"mlp_layer_types: expected {layers} of dense/sparse, got {kinds!r}")
+            return ()
+        return tuple(i for i in range(layers) if kinds[i] == "dense")
+    first = reader.integer("first_k_dense_replace", 0, minimum=0)
+    freq = reader.integer("moe_layer_freq", 1)
+    return tuple(i for i in range(layers) if i < first or i % freq)
+
+
+def _rope(reader: _Reader) -> RopeSpec:
+    """`rope_parameters` (transformers 5) or top-level `rope_theta` with `rope_scaling` (before)."""
+    raw = reader.raw
+    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = reader.number("rope_theta", reader.number("rope_theta", 10000.0), nested)
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    if kind != "yarn":
+        reader.problems.append(f"rope_parameters.rope_type: {kind!r} is not one of default, yarn")
+    return RopeSpec(
+        theta=theta,
+        yarn_factor=reader.number("factor", 1.0, nested),
+        original_max_position=int(reader.number("original_max_position_embeddings", 4096, nested)),
+        beta_fast=reader.number("beta_fast", 32.0, nested),
+        beta_slow=reader.number("beta_slow", 1.0, nested),
+        mscale=reader.number("mscale", 1.0, nested),
+        mscale_all_dim=reader.number("mscale_all_dim", 0.0, nested),
+    )
+
+
+def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    ids = generation.get("eos_token_id", raw.get("eos_token_id"))
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+def _problems(spec: ModelSpec, raw: dict[str, Any], nextn: int) -> list[str]:
+    found: list[str] = []
+
+    def need(ok: bool, text: str) -> None:
+        if not ok:
+            found.append(text)
+
+    need(spec.model_type in MODEL_TYPES, f"model_type: {spec.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+    need(spec.kv_lora_rank == LATENT_DIM, f"kv_lora_rank: {spec.kv_lora_rank}, cache rows hold {LATENT_DIM}")
+    need(spec.qk_rope_head_dim == ROPE_DIM, f"qk_rope_head_dim: {spec.qk_rope_head_dim}, cache rows hold {ROPE_DIM}")
+    need(spec.index_head_dim == INDEX_DIM, f"index_head_dim: {spec.index_head_dim}, index rows hold {INDEX_DIM}")
+    need(0 in spec.full_layers, "layer 0 shares an index but no layer before it owns one")
+    need(nextn <= 1, f"num_nextn_predict_layers: {nextn}, at most 1 is supported")
+    for key, only in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        need(raw.get(key, only) == only, f"{key}: {raw.get(key)!r}, only {only!r} is supported")
+    need(not raw.get("attention_bias", False), "attention_bias: true is not supported")
+    need(raw.get("rope_interleave", True) is True, "rope_interleave: false is not supported for the main attention")
+    need(spec.n_routed_experts % spec.n_group == 0, f"{spec.n_routed_experts} experts in {spec.n_group} groups")
+    need(spec.topk_group <= spec.n_group, f"topk_group {spec.topk_group} > n_group {spec.n_group}")
+    need(
+        spec.num_experts_per_tok * spec.n_group <= spec.n_routed_experts * spec.topk_group,
+        f"num_experts_per_tok: {spec.num_experts_per_tok} of {spec.n_routed_experts} experts",
+    )
+    quantisation = raw.get("quantization_config") or {}
+    block = quantisation.get("weight_block_size", [128, 128])
+    method = quantisation.get("quant_method", "fp8")
+    need(method == "fp8" and list(block) == [128, 128], f"quantization_config: {method} {block}, want fp8 [128, 128]")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(raw).__name__}")
+    return raw
+
+
+def _tokenizer_size(path: Path) -> int | None:
+    """Number of ids the tokenizer uses, or None without a tokenizer."""
+    if not path.exists():
+        return None
+    raw = _read_json(path)
+    ids = [int(token["id"]) for token in raw.get("added_tokens", [])]
+    vocab = raw.get("model", {}).get("vocab", {})
+    if isinstance(vocab, dict):
+        ids += [int(i) for i in vocab.values()]
+    return max(ids) + 1 if ids else None

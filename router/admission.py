@@ -1,0 +1,111 @@
+"""Room on the decode ranks: who has reserved how much, and who waits for it. Pure bookkeeping, one event loop.
+
+A sequence reserves blocks for prompt and answer before it is prefilled, so what was accepted can finish. The queue is
+first come, first served and bounded; a request is refused only when the queue is full *and* it does not fit now.
+"""
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable
+
+from headrace.errors import CapacityError, NeverFits
+from headrace.kernels.formats import BLOCK_TOKENS
+
+SPECULATION_ROWS = 16
+"""Rows behind the committed ones that verify and draft steps write."""
+
+
+def blocks_for(prompt_tokens: int, answer_tokens: int) -> int:
+    """Device blocks a sequence needs on its decode rank until its end."""
+    return -(-(prompt_tokens + answer_tokens + SPECULATION_ROWS) // BLOCK_TOKENS)
+
+
+@dataclasses.dataclass(slots=True)
+class RankRoom:
+    """Reservations on one decode rank."""
+
+    blocks: int
+    """Capacity, as the rank reports it."""
+    sequences_limit: int
+    """Most sequences: running and queued on the rank."""
+    reserved_blocks: int = 0
+    sequences: int = 0
+
+    def fits(self, blocks: int) -> bool:
+        return self.reserved_blocks + blocks <= self.blocks and self.sequences < self.sequences_limit
+
+
+class Waiter:
+    """One request in the queue; `admit` returns True when it took its place."""
+
+    def __init__(self, admit: Callable[[], bool]) -> None:
+        self.admit = admit
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Admission:
+    def __init__(self, rooms: dict[str, RankRoom], *, queue_limit: int) -> None:
+        self.rooms = rooms
+        self._queue: collections.deque[Waiter] = collections.deque()
+        self._queue_limit = queue_limit
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def check_ever_fits(self, blocks: int) -> None:
+        """Raises NeverFits."""
+        largest = max((room.blocks for room in self.rooms.values()), default=0)
+        if blocks > largest:
+            raise NeverFits(
+                f"prompt and answer need {blocks} blocks of {BLOCK_TOKENS} tokens, "
+                f"the largest decode rank has {largest}: shorten the prompt or lower max_tokens"
+            )
+
+    async def wait(self, admit: Callable[[], bool], deadline: float) -> None:
+        """Return as soon as `admit()` succeeds, in order of arrival. Raises CapacityError when the queue is full or the
+        deadline (loop clock) passes first."""
+        if not self._queue and admit():
+            return
+        if len(self._queue) >= self._queue_limit:
+            if admit():
+                return
+            raise CapacityError(f"{len(self._queue)} requests already wait for room (limit {self._queue_limit})")
+        waiter = Waiter(admit)
+        self._queue.append(waiter)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiter.admitted
+        except TimeoutError as error:
+            raise CapacityError("no decode rank had room before the request's deadline") from error
+        finally:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+                self.poke()
+
+    def poke(self) -> None:
+        """Room may have appeared: admit from the head of the queue while it fits."""
+        while self._queue and self._queue[0].admit():
+            self._queue.popleft().admitted.set_result(None)
+
+    def reserve(self, rank: str, blocks: int) -> None:
+        room = self.rooms[rank]
+        room.reserved_blocks += blocks
+        room.sequences += 1
+
+    def release(self, rank: str, blocks: int) -> None:
+        room = self.rooms[rank]
+        room.reserved_blocks -= blocks
+        room.sequences -= 1
+        self.poke()
+
+    def check_integrity(self) -> list[str]:
+        """Every violated invariant, as text."""
+        problems = []
+        for name, room in self.rooms.items():
+            if room.reserved_blocks < 0 or room.sequences < 0:
+                problems.append(f"{name}: reserved {room.reserved_blocks} blocks, {room.sequences} sequences")
+            if not room.sequences and room.reserved_blocks:
+                problems.append(f"{name}: {room.reserved_blocks} blocks reserved by no sequence")
+        return problems

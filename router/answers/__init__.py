@@ -1,0 +1,1 @@
+"""From tokens to what an API shows: text, stop strings, reasoning and tool calls. Pure, one object per choice."""

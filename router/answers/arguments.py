@@ -1,0 +1,99 @@
+"""Tool-call arguments from GLM's key/value form to JSON text, typed by the tool's JSON schema."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class ToolTypes:
+    """The declared parameter types of a request's tools."""
+
+    def __init__(self, tools: Iterable[Mapping[str, Any]]) -> None:
+        """`tools` in OpenAI form: {"type": "function", "function": {"name", "parameters": JSON schema}}."""
+        self._properties: dict[str, Mapping[str, Any]] = {}
+        for tool in tools:
+            function = tool.get("function")
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+                schema = function.get("parameters")
+                properties = schema.get("properties") if isinstance(schema, Mapping) else None
+                self._properties[function["name"]] = properties if isinstance(properties, Mapping) else {}
+
+    def writer(self, name: str) -> "ArgumentWriter":
+        return ArgumentWriter(self._properties.get(name, {}))
+
+
+class ArgumentWriter:
+    """Arguments of one call: `key`, `value_text` ..., `end` return fragments that joined are one JSON object."""
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        self._properties = properties
+        self._count = 0
+        self._open_string = False
+        self._types: frozenset[str] = frozenset()
+
+    @property
+    def streams(self) -> bool:
+        """Whether the current value is certainly a string, so that its pieces can go out as they come."""
+        return self._types == {"string"}
+
+    def key(self, key: str) -> str:
+        self._types = _declared_types(self._properties.get(key))
+        self._count += 1
+        self._open_string = False
+        return ("{" if self._count == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+
+    def value_text(self, text: str, *, complete: bool) -> str:
+        """A piece of the value (all of it unless `streams`). An incomplete value that is not a string gives nothing."""
+        if not self.streams:
+            return json.dumps(_typed(text, self._types), ensure_ascii=False) if complete else ""
+        opening = "" if self._open_string or not (text or complete) else '"'
+        self._open_string = self._open_string or bool(opening)
+        return opening + json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if complete else "")
+
+    def end(self) -> str:
+        return "}" if self._count else "{}"
+
+
+def _declared_types(schema: Any) -> frozenset[str]:
+    """Types a JSON schema allows; empty if it does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset((kind,))
+    if isinstance(kind, list):
+        return frozenset(k for k in kind if isinstance(k, str))
+    found: frozenset[str] = frozenset()
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        if isinstance(options, list):
+            parts = [_declared_types(option) for option in options]
+            if not all(parts):
+                return frozenset()
+            found = found.union(*parts)
+    values = schema.get("enum")
+    if not found and isinstance(values, list) and values and all(isinstance(v, str) for v in values):
+        return frozenset(("string",))
+    return found
+
+
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """The value the model wrote: JSON where it parses to an allowed type, else the text itself."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, str) or (types and not _allows(types, value)):
+        # A quoted string is JSON only if the schema cannot mean the raw text.
+        return text if "string" in types or not types else value
+    return value
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _allows(types: frozenset[str], value: Any) -> bool:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    name = "null" if value is None else names[type(value)]
+    return name in types or (name == "integer" and "number" in types)

@@ -1,0 +1,139 @@
+"""POST /v1/completions."""
+
+import contextlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.errors import HeadraceError, InputError
+from headrace.router.answers.text import TextDelta
+from headrace.router.generation import Generation
+from headrace.router.http.body import check
+from headrace.router.http.errors import openai_error
+from headrace.router.http.schemas import MAX_CHOICES, CompletionRequest
+from headrace.router.http.service import Service
+from headrace.router.http.serving import serve
+from headrace.router.http.sse import DONE, event
+from headrace.router.http.usage import CompletionLogprobs, openai_usage
+
+
+async def create_completion(service: Service, request: Request) -> Response:
+    tenant, raw = await service.read(request)
+    with contextlib.ExitStack() as place:
+        place.enter_context(service.admitted())
+        fields = check(CompletionRequest, raw)
+        service.check_model(fields.model)
+        _refuse_unsupported(fields)
+        prompts = await service.in_worker(lambda: _prompts(service, fields))
+        if len(prompts) * (fields.n or 1) > MAX_CHOICES:
+            raise InputError(f"{len(prompts)} prompts with n {fields.n} are more than {MAX_CHOICES} choices", "n")
+        top = -1 if fields.logprobs is None else fields.logprobs
+        generation = service.generation(tenant=tenant, fields=fields, prompts=prompts, top_logprobs=top, prefix="cmpl")
+        shape = CompletionShape(service, generation, fields)
+        return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())
+
+
+def _refuse_unsupported(fields: CompletionRequest) -> None:
+    if fields.suffix:
+        raise InputError("suffix is not supported", "suffix")
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise InputError("best_of is only supported equal to n", "best_of")
+    if fields.echo and fields.logprobs is not None:
+        raise InputError("logprobs of an echoed prompt are not supported", "echo")
+
+
+def _prompts(service: Service, fields: CompletionRequest) -> list[list[int]]:
+    """Token ids of each prompt. Runs in a worker thread. Raises InputError."""
+    prompt = fields.prompt
+    if isinstance(prompt, str):
+        return [service.model.tokenizer.encode(prompt)]
+    if not isinstance(prompt, list) or not prompt:
+        raise InputError(
+            "prompt: expected a string, a list of strings, a list of token ids or a list of such lists", "prompt"
+        )
+    if all(type(item) is int for item in prompt):
+        service.check_ids(prompt, "prompt")
+        return [prompt]
+    if len(prompt) > MAX_CHOICES:
+        raise InputError(f"prompt: {len(prompt)} prompts, at most {MAX_CHOICES} are taken", "prompt")
+    found = []
+    for i, item in enumerate(prompt):
+        if isinstance(item, str):
+            found.append(service.model.tokenizer.encode(item))
+        elif isinstance(item, list) and item and all(type(token) is int for token in item):
+            service.check_ids(item, f"prompt[{i}]")
+            found.append(item)
+        else:
+            raise InputError(f"prompt[{i}]: expected a string or a list of token ids", f"prompt[{i}]")
+    return found
+
+
+class CompletionShape:
+    """Implements serving.Shape."""
+
+    def __init__(self, service: Service, generation: Generation, fields: CompletionRequest) -> None:
+        tokenizer = service.model.tokenizer
+        self._generation = generation
+        self._usage_wanted = fields.stream_options is not None and fields.stream_options.include_usage
+        self._head = {
+            "id": generation.spec.request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model.name,
+            "system_fingerprint": service.system_fingerprint,
+        }
+        n = generation.spec.n
+        self._echoes = [
+            tokenizer.decode(generation.spec.prompts[i // n], skip_special=False) if fields.echo else ""
+            for i in range(generation.choices)
+        ]
+        self._logprobs = (
+            None if fields.logprobs is None else [CompletionLogprobs(tokenizer, 0) for _ in range(generation.choices)]
+        )
+        self._choices: list[dict[str, Any]] = [
+            {"index": i, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+            for i in range(generation.choices)
+        ]
+
+    def start(self) -> Iterable[bytes]:
+        return ()
+
+    def feed(self, index: int, delta: TextDelta) -> Iterable[bytes]:
+        part = {
+            "index": index,
+            "text": self._echoes[index] + delta.text,
+            "logprobs": None if self._logprobs is None else self._logprobs[index].take(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop,
+        }
+        self._echoes[index] = ""
+        _merge(self._choices[index], part)
+        if not (part["text"] or delta.finish_reason or delta.logprobs):
+            return ()
+        usage = {"usage": None} if self._usage_wanted else {}
+        return (event({**self._head, "choices": [part], **usage}),)
+
+    def end(self) -> Iterable[bytes]:
+        if not self._usage_wanted:
+            return (DONE,)
+        return (event({**self._head, "choices": [], "usage": openai_usage(self._generation.usage)}), DONE)
+
+    def failure(self, error: HeadraceError) -> Iterable[bytes]:
+        return (event(openai_error(error)),)
+
+    def body(self) -> dict[str, Any]:
+        return {**self._head, "choices": self._choices, "usage": openai_usage(self._generation.usage)}
+
+
+def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a streamed part to the whole choice: the two forms cannot disagree, since one is made of the other."""
+    whole["text"] += part["text"]
+    whole["finish_reason"], whole["stop_reason"] = part["finish_reason"], part["stop_reason"]
+    if part["logprobs"] is not None:
+        if whole["logprobs"] is None:
+            whole["logprobs"] = {key: [] for key in part["logprobs"]}
+        for key, values in part["logprobs"].items():
+            whole["logprobs"][key].extend(values)
