@@ -77,6 +77,17 @@ def parse_sweep(base: C, sweeps: Sequence[str]) -> list[C]:
     return [dataclasses.replace(base, **dict(point)) for point in itertools.product(*axes)]  # type: ignore[type-var]
 
 
+def describe_fields(cls: type[Any]) -> str:
+    """One line a field: name, default, meaning, unit, choices."""
+    lines = []
+    for field in dataclasses.fields(cls):
+        meta = field.metadata
+        choices = f" (one of {', '.join(map(str, meta['choices']))})" if meta["choices"] else ""
+        unit = f" [{meta['unit']}]" if meta["unit"] else ""
+        lines.append(f"{field.name}={field.default}\n    {meta['doc']}{unit}{choices}")
+    return "\n".join(lines)
+
+
 def _assignment(cls: type[Any], text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     known = [f.name for f in dataclasses.fields(cls)]
