@@ -10,7 +10,7 @@ import sys
 from headrace.errors import InputError
 from headrace.lab.commands.source import add_trace_arguments, load_trace
 from headrace.lab.report.files import save, to_csv, to_json, to_text
-from headrace.lab.report.page import page
+from headrace.lab.report.page import hit_chart, page, pareto_chart
 from headrace.lab.simulate.costs import load as load_costs
 from headrace.lab.simulate.driver import service_case
 from headrace.lab.simulate.service_settings import ServiceSettings
@@ -80,6 +80,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: all cores")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--csv", default="", metavar="FILE", help="write CSV")
+    parser.add_argument("--figure", default="", metavar="FILE.svg", help="write the main chart alone")
     parser.add_argument("--html", default="", metavar="FILE", help="write a self-contained HTML page")
 
 
@@ -91,6 +92,8 @@ def publish(args: argparse.Namespace, trace: Trace, rows: list[Row], columns: tu
     ]
     if args.csv:
         save(args.csv, to_csv(rows))
+    if args.figure:
+        save(args.figure, hit_chart(rows) or pareto_chart(rows))
     if args.html:
         save(args.html, page(f"{trace.name}: simulated", facts, rows))
     print(to_json(rows, facts) if args.json else to_text(rows, columns))

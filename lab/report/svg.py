@@ -95,7 +95,8 @@ def stacked(title: str, y_label: str, bars: Sequence[str], parts: Sequence[tuple
 
 
 def _svg(parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img">{"".join(parts)}</svg>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
+    return f'{head}font-family="sans-serif" font-size="11">{"".join(parts)}</svg>'
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", extra: str = "") -> str:
