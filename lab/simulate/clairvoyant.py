@@ -66,8 +66,25 @@ class ClairvoyantPolicy:
         return self._evictable.first()
 
     def _look_ahead(self, name: BlockName) -> None:
+        following = self._following(name)
+        self._next[name] = (-following, -self._depth[name])
+
+    def _following(self, name: BlockName) -> int:
+        """Index of the next request that uses `name`; `_never` when there is none."""
         uses = self._uses[name]
         while uses and uses[-1] <= self._now:
             uses.pop()
-        following = uses[-1] if uses else self._never
-        self._next[name] = (-following, -self._depth[name])
+        return uses[-1] if uses else self._never
+
+
+class ReuseOracle(ClairvoyantPolicy):
+    """Knows whether a block is ever used again, but not when: drops what never comes back first, else least recently
+    used. What lies between it and the bound can only be had by knowing *when* conversations go on."""
+
+    def __init__(self, requests: Sequence[Request], names: Sequence[BlockName]) -> None:
+        super().__init__(requests, names)
+        self._clock = 0
+
+    def _look_ahead(self, name: BlockName) -> None:
+        self._clock += 1
+        self._next[name] = (int(self._following(name) != self._never), self._clock)

@@ -20,13 +20,14 @@ from headrace.kvstore.base import BlockMeta, EvictionPolicy
 from headrace.kvstore.policies import make_policy
 from headrace.kvstore.residents import Resident, Residents
 from headrace.lab.analysis.ideal import HitTally
-from headrace.lab.simulate.clairvoyant import ClairvoyantPolicy
+from headrace.lab.simulate.clairvoyant import ClairvoyantPolicy, ReuseOracle
 from headrace.lab.simulate.flat import FlatPool
 from headrace.lab.traces.form import Trace
 
 _NO_SLOT = SlotIndex(0)
 CLAIRVOYANT = "clairvoyant"
-"""Policy name of the bound; see `clairvoyant.py`."""
+ORACLES = {CLAIRVOYANT: ClairvoyantPolicy, "reuse-oracle": ReuseOracle}
+"""Policies that are told the future, by name; `clairvoyant` is the bound."""
 UNLIMITED = 0
 """Capacity that means: never evict."""
 
@@ -90,13 +91,13 @@ class Pool:
 
 
 def simulate_pool(trace: Trace, policy: str, capacity_blocks: int, leaves_first: bool = True) -> PoolResult:
-    """Replay `trace` in recorded order. `policy` is a name of `kvstore.policies`, or `clairvoyant`. `leaves_first`
+    """Replay `trace` in recorded order. `policy` is a name of `kvstore.policies` or of `ORACLES`. `leaves_first`
     False: as published single-pool tables count (`flat.py`)."""
     capacity = capacity_blocks if capacity_blocks != UNLIMITED else trace.num_blocks
     arrivals = trace.arrivals()
     names = block_names(trace)
-    if policy == CLAIRVOYANT:
-        made: EvictionPolicy = ClairvoyantPolicy([a.request for a in arrivals], names)
+    if policy in ORACLES:
+        made: EvictionPolicy = ORACLES[policy]([a.request for a in arrivals], names)
     else:
         made = make_policy(policy, capacity)
     pool: Pool | FlatPool = Pool(capacity, made) if leaves_first else FlatPool(capacity, made)

@@ -28,7 +28,7 @@ _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "ki": 2**10, "Mi":
 class PoolSettings:
     """One pool, one policy: the fast question."""
 
-    policy: str = setting("lru", "Eviction policy, a name of kvstore/policies or `clairvoyant`")
+    policy: str = setting("lru", "Eviction policy, a name of kvstore/policies, `clairvoyant` or `reuse-oracle`")
     capacity: str = setting("1M", "Size of the pool", unit="tokens, or blocks with `b`, or bytes with `GB`, `GiB`")
     evict: str = setting(
         "leaves",
