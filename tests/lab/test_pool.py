@@ -167,5 +167,9 @@ def test_the_reuse_oracle_drops_what_never_comes_back() -> None:
     """It does not know when: of two blocks that come back it keeps the one used last, which is the wrong one here."""
     trace = tiny([[0], [1], [2], [0]])
     assert [simulate_pool(trace, p, 2).tally.hit_blocks for p in ("lru", "reuse-oracle", CLAIRVOYANT)] == [0, 1, 1]
-    trace = tiny([[0], [1], [2], [0], [1], [2]])
-    assert [simulate_pool(trace, p, 2).tally.hit_blocks for p in ("lru", "reuse-oracle", CLAIRVOYANT)] == [0, 0, 2]
+    trace = tiny([[0], [1], [2]] * 8)
+    lru, oracle, best = (
+        simulate_pool(trace, p, 2).tally.hit_blocks for p in ("lru", "reuse-oracle", CLAIRVOYANT)
+    )  # fmt: skip
+    assert lru == 0
+    assert oracle < best / 2
