@@ -20,7 +20,7 @@ C = TypeVar("C")
 SLAB_BYTES = 3_502_592
 """Payload of 64 tokens of GLM-5.2 in the `tile656` format."""
 UNLIMITED = 0
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kMGT]i?B?)?$")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|B|[kMGT]i?B?)?$")
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -57,6 +57,14 @@ def to_blocks(size: str, block_tokens: int, slab_bytes: int = SLAB_BYTES) -> int
     if blocks < 1:
         raise ConfigError(f"size {size!r} is less than one block of {block_tokens} tokens")
     return blocks
+
+
+def to_bytes(size: str) -> float:
+    """ "64GiB" as bytes. Raises ConfigError for a size that is not in bytes."""
+    found = _SIZE.match(size.strip())
+    if found is None or not (found[2] or "").endswith("B"):
+        raise ConfigError(f"size {size!r}: expected bytes, like 64GiB or 2TB")
+    return float(found[1]) * _FACTORS[found[2][:-1]]
 
 
 def parse_settings(cls: type[C], assignments: Sequence[str]) -> C:
