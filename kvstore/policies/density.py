@@ -123,6 +123,8 @@ class DensityPolicy:
         self._events = 0
         self._order = 0
         self._learned = False
+        self._last_seen = (0, 0.0)
+        self._last_class = 0
         self._best: BlockName | None = None
         self._best_at_s = -math.inf
         self._gone: _Block | None = None
@@ -140,7 +142,9 @@ class DensityPolicy:
             self._counts.used[ghost.which, age_bin(now_s - ghost.last_s)] += 1
             turns, pause_s = max(turns, ghost.turns + 1), now_s - ghost.last_s
         self._blocks[name] = _Block(block.parent, now_s, turns, pause_s, zlib.crc32(name) % _SAMPLE == 0)
-        self._tick(now_s)
+        self._events += 1
+        if self._events >= self._round:
+            self._learn(now_s)
 
     def on_hit(self, name: BlockName, now_s: float) -> None:
         block = self._blocks[name]
@@ -148,14 +152,17 @@ class DensityPolicy:
         if block.watched:
             self._counts.used[block.which, age_bin(age_s)] += 1
         if age_s > 0.0:
-            block.turns += 1
-            block.pause_s = age_s
-            block.which = block_class(block.turns, age_s)
-            block.last_s = now_s
+            turns = block.turns + 1
+            # The blocks of a chain mostly share their fate: the class of the one before is right for the next.
+            if (turns, age_s) != self._last_seen:
+                self._last_seen, self._last_class = (turns, age_s), block_class(turns, age_s)
+            block.turns, block.pause_s, block.last_s, block.which = turns, age_s, now_s, self._last_class
         if name in self._offered:
             self.remove_evictable(name)
             self.add_evictable(name, now_s)
-        self._tick(now_s)
+        self._events += 1
+        if self._events >= self._round:
+            self._learn(now_s)
 
     def add_evictable(self, name: BlockName, now_s: float) -> None:
         block = self._blocks[name]
@@ -214,10 +221,8 @@ class DensityPolicy:
         self._best = gone.parent
         return gone.parent
 
-    def _tick(self, now_s: float) -> None:
-        self._events += 1
-        if self._events < self._round:
-            return
+    def _learn(self, now_s: float) -> None:
+        """Once a round: count what waits now, and draw up the index anew."""
         self._events = 0
         while len(self._ghosts) > self._max_ghosts:
             name = next(iter(self._ghosts))
