@@ -6,7 +6,7 @@ these interfaces; they move between a rank's pool and the mapped arena (`kvstore
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
 
@@ -44,6 +44,15 @@ class EvictionPolicy(Protocol):
 
     def victim(self, now_s: float) -> BlockName | None:
         """The evictable block to drop next, or None. Does not remove it."""
+        ...
+
+
+@runtime_checkable
+class ExpiringPolicy(Protocol):
+    """An eviction policy that also drops blocks without pressure. Tiers ask it regularly."""
+
+    def expired(self, now_s: float) -> BlockName | None:
+        """An evictable block whose time is over, or None. Does not remove it."""
         ...
 
 
@@ -115,6 +124,12 @@ class StoreClient(Protocol):
         ...
 
     def stats(self) -> dict[str, float]: ...
+
+    def reconnect(self) -> None:
+        """Dial the daemon again after DaemonUnavailable, under a new incarnation. Leases and unfinished writes from
+        before are gone; what this rank announced is announced again by the client. Also says that none of this client's
+        earlier copies into slots is still running. Raises DaemonUnavailable."""
+        ...
 
     def close(self) -> None:
         """Release every lease and abort every write of this client."""

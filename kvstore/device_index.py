@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.ids import BlockName, SlotIndex
 from headrace.kvstore.base import BlockMeta, EvictionPolicy
+from headrace.kvstore.changes import ChangeSet
 from headrace.kvstore.names import is_private
 from headrace.kvstore.residents import Resident, Residents
 
@@ -34,8 +35,7 @@ class DeviceIndex:
         self._residents = Residents(policy)
         self._named: dict[SlotIndex, Resident] = {}
         self._owned: dict[SlotIndex, int] = {}
-        self._added: set[BlockName] = set()
-        self._removed: set[BlockName] = set()
+        self._changes = ChangeSet()
 
     @property
     def free_count(self) -> int:
@@ -107,7 +107,7 @@ class DeviceIndex:
         resident = Resident(BlockMeta(name, parent, depth, self._slot_bytes), slot, references)
         self._named[slot] = resident
         self._residents.insert(resident, now)
-        self._note(name, self._added, self._removed)
+        self._changes.add(name)
         return slot
 
     def release(self, slots: Sequence[SlotIndex]) -> None:
@@ -137,10 +137,7 @@ class DeviceIndex:
 
     def take_changes(self) -> tuple[list[BlockName], list[BlockName]]:
         """(added, removed) since the last call, net, without private names: what to announce."""
-        changes = list(self._added), list(self._removed)
-        self._added.clear()
-        self._removed.clear()
-        return changes
+        return self._changes.take()
 
     def names(self) -> list[BlockName]:
         """Every name here, for a full announcement after a reconnect."""
@@ -176,13 +173,4 @@ class DeviceIndex:
         self._residents.remove(resident.meta.name, now_s)
         del self._named[resident.slot]
         self._free.append(resident.slot)
-        self._note(resident.meta.name, self._removed, self._added)
-
-    @staticmethod
-    def _note(name: BlockName, into: set[BlockName], opposite: set[BlockName]) -> None:
-        if is_private(name):
-            return
-        if name in opposite:
-            opposite.discard(name)
-        else:
-            into.add(name)
+        self._changes.remove(resident.meta.name)

@@ -1,0 +1,221 @@
+"""What the node daemon does with each request: sessions, host tier, event log. Pure: the server (`server.py`) brings
+messages, the fake client (`kvstore/fake.py`) calls it directly. Single-threaded.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from headrace.errors import HeadraceError, IncompatiblePeer
+from headrace.ids import BlockName, Incarnation, SlotIndex
+from headrace.kvstore import wire
+from headrace.kvstore.checksum import DIGEST_BYTES
+from headrace.kvstore.daemon.events import HOST_PLACE, EventLog
+from headrace.kvstore.daemon.peers import PeerProcess
+from headrace.kvstore.host_tier import HostTier
+from headrace.messages import BoxStatus, ErrorInfo, FlushDone, FlushRequest, Hello, StatusRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a daemon tells its clients about itself."""
+
+    node: str
+    incarnation: Incarnation
+    fingerprint: bytes
+    lease_s: float
+    arena: str
+    slots: int
+    slot_bytes: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Session:
+    """One connection after its Hello. `place` is set by its first announcement."""
+
+    name: str
+    owner: Incarnation
+    peer: PeerProcess
+    stores: bool
+    """Whether it leases and writes; routers and tools only look."""
+    place: str = ""
+    open: bool = True
+
+
+LOOKER_ROLES = ("router", "tool")
+
+
+class StoreCore:
+    """`on_change` is called when new events are in the log."""
+
+    def __init__(self, facts: NodeFacts, tier: HostTier, on_change: Callable[[], None] = lambda: None) -> None:
+        self.facts = facts
+        self.tier = tier
+        self.events = EventLog(facts.incarnation)
+        self.on_change = on_change
+        self._sessions: list[Session] = []
+        self._handlers: dict[type[Any], Callable[[Session, Any], Any]] = {
+            wire.Heartbeat: self._heartbeat,
+            wire.Match: self._match,
+            wire.Lease: self._lease,
+            wire.Release: self._release,
+            wire.BeginPut: self._begin_put,
+            wire.CommitPut: self._commit_put,
+            wire.AbortPut: self._abort_put,
+            wire.Drop: self._drop,
+            wire.Announce: self._announce,
+            wire.EventsRequest: self._events_since,
+            StatusRequest: self._status,
+            FlushRequest: self._flush,
+        }
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def open(self, hello: Hello, peer: PeerProcess) -> tuple[Session, wire.Welcome]:
+        """Raises IncompatiblePeer if the other side names blocks, weighs or lays out slabs differently. Who only looks
+        may come without a fingerprint."""
+        looks = hello.role in LOOKER_ROLES
+        if hello.fingerprint != self.facts.fingerprint and (hello.fingerprint or not looks):
+            raise IncompatiblePeer(
+                f"{hello.name} has fingerprint {hello.fingerprint.hex()[:16]}, this node "
+                f"{self.facts.fingerprint.hex()[:16]}: naming, weights or slab layout differ"
+            )
+        if any(s.stores and s.owner == hello.incarnation for s in self._sessions):
+            raise IncompatiblePeer(f"{hello.name} {hello.incarnation} is attached twice")
+        session = Session(hello.name, hello.incarnation, peer, not looks)
+        if session.stores:
+            self.tier.attach(session.owner)
+        self._sessions.append(session)
+        return session, wire.Welcome(**dataclasses.asdict(self.facts))
+
+    def close(self, session: Session, *, clean: bool) -> None:
+        """The connection ended; `clean` after a Goodbye. Its leases and its announcements end with it."""
+        if not session.open:
+            return
+        session.open = False
+        self._sessions.remove(session)
+        if session.stores:
+            self.tier.detach(session.owner, None if clean else self._writers(session))
+        others = any(s.place == session.place for s in self._sessions)
+        if session.place and not others and self.events.end(session.place):
+            self.on_change()
+
+    def tick(self) -> list[Session]:
+        """Regular upkeep; returns sessions whose lease ended: the server closes their connections."""
+        expired = set(self.tier.tick())
+        self._publish()
+        return [s for s in self._sessions if s.stores and s.owner in expired]
+
+    def handle(self, session: Session, request: Any) -> Any:
+        """The reply to one request; errors of the tree become ErrorInfo."""
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            return ErrorInfo(kind=IncompatiblePeer.__name__, text=f"a node daemon takes no {type(request).__name__}")
+        try:
+            if session.stores:
+                self.tier.renew(session.owner)
+            reply = handler(session, request)
+        except HeadraceError as error:
+            return ErrorInfo(kind=error.kind, text=str(error))
+        except ValueError as error:
+            return ErrorInfo(kind=IncompatiblePeer.__name__, text=str(error))
+        self._publish()
+        return reply
+
+    def values(self) -> dict[str, float]:
+        """Gauges and counters by name; device tiers as far as ranks announced them."""
+        values = {f"host_{name}": float(value) for name, value in self.tier.stats().items()}
+        for place in self.events.places():
+            if place != HOST_PLACE:
+                values[f"device_blocks{{rank={place}}}"] = float(self.events.held(place))
+        values["events_total"] = float(self.events.last)
+        values["sessions"] = float(len(self._sessions))
+        return values
+
+    def _writers(self, gone: Session) -> Callable[[], bool]:
+        """Whether a process may still write into slots of a session that broke off: its own, or another rank of its
+        group (same name), to which a leader deals writes. A process that has ended or dialled again may not."""
+        attached = [s for s in self._sessions if s.name == gone.name and s.stores]
+        watched = [peer.copy() for peer in {p.pid: p for p in (gone.peer, *(s.peer for s in attached))}.values()]
+        before = set(map(id, attached))
+
+        def may_write() -> bool:
+            fresh = {s.peer.pid for s in self._sessions if s.name == gone.name and id(s) not in before}
+            writing = [p for p in watched if p.pid not in fresh and p.alive()]
+            if not writing:
+                for process in watched:
+                    process.close()
+            return bool(writing)
+
+        return may_write
+
+    def _publish(self) -> None:
+        if self.tier.changes:
+            added, removed = self.tier.changes.take()
+            if self.events.change(HOST_PLACE, added, removed):
+                self.on_change()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _heartbeat(self, session: Session, request: wire.Heartbeat) -> wire.Done:
+        return wire.Done()
+
+    def _match(self, session: Session, request: wire.Match) -> wire.Count:
+        return wire.Count(value=self.tier.match(wire.unpack_names(request.names)))
+
+    def _lease(self, session: Session, request: wire.Lease) -> wire.LeaseReply:
+        found = self.tier.lease(session.owner, wire.unpack_names(request.names))
+        return wire.LeaseReply(
+            slots=wire.pack_ints([-1 if r is None else r.slot for r in found]),
+            digests=b"".join(bytes(DIGEST_BYTES) if r is None else r.digest for r in found),
+        )
+
+    def _release(self, session: Session, request: wire.Release) -> wire.Done:
+        self.tier.release(session.owner, wire.unpack_names(request.names))
+        return wire.Done()
+
+    def _begin_put(self, session: Session, request: wire.BeginPut) -> wire.Slots:
+        names, parents = wire.unpack_names(request.names), wire.unpack_names(request.parents)
+        depths = wire.unpack_ints(request.depths)
+        wire.same_length(names, parents, depths)
+        blocks: list[tuple[BlockName, BlockName | None, int]] = [
+            (name, None if parent == wire.NO_NAME else parent, depth)
+            for name, parent, depth in zip(names, parents, depths)
+        ]
+        return wire.Slots(slots=wire.pack_ints(self.tier.begin_put(session.owner, blocks)))
+
+    def _commit_put(self, session: Session, request: wire.CommitPut) -> wire.Done:
+        names, slots = wire.unpack_names(request.names), wire.unpack_slots(request.slots)
+        digests = wire.unpack_digests(request.digests)
+        wire.same_length(names, slots, digests)
+        writes: list[tuple[BlockName, SlotIndex, bytes]] = list(zip(names, slots, digests))
+        self.tier.commit_put(session.owner, writes, keep_lease=request.keep_lease)
+        return wire.Done()
+
+    def _abort_put(self, session: Session, request: wire.AbortPut) -> wire.Done:
+        names, slots = wire.unpack_names(request.names), wire.unpack_slots(request.slots)
+        wire.same_length(names, slots)
+        self.tier.abort_put(session.owner, list(zip(names, slots)))
+        return wire.Done()
+
+    def _drop(self, session: Session, request: wire.Drop) -> wire.Done:
+        self.tier.drop(wire.unpack_names(request.names))
+        return wire.Done()
+
+    def _announce(self, session: Session, request: wire.Announce) -> wire.Done:
+        session.place = session.name
+        if self.events.change(session.place, wire.unpack_names(request.added), wire.unpack_names(request.removed)):
+            self.on_change()
+        return wire.Done()
+
+    def _events_since(self, session: Session, request: wire.EventsRequest) -> wire.Events:
+        return self.events.since(request.incarnation, request.after)
+
+    def _status(self, session: Session, request: StatusRequest) -> BoxStatus:
+        return BoxStatus(name=self.facts.node, incarnation=self.facts.incarnation, ready=True, values=self.values())
+
+    def _flush(self, session: Session, request: FlushRequest) -> FlushDone:
+        return FlushDone(blocks=self.tier.flush())

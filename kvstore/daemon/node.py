@@ -1,0 +1,142 @@
+"""One running node daemon: arena, tier, core, server, on a thread with its own event loop. Owns all of them."""
+
+import asyncio
+import dataclasses
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import StoreConfig
+from headrace.errors import ConfigError
+from headrace.ids import new_incarnation
+from headrace.kvstore.arena import Arena
+from headrace.kvstore.daemon.core import NodeFacts, StoreCore
+from headrace.kvstore.daemon.server import StoreServer
+from headrace.kvstore.directory.tasks import end
+from headrace.kvstore.host_tier import HostTier
+from headrace.kvstore.layout import SlabLayout
+from headrace.kvstore.policies import make_policy
+
+if TYPE_CHECKING:
+    from headrace.kvstore.daemon.publisher import RedisPublisher
+
+STOP_TIMEOUT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    name: str
+    socket: Path
+    layout: SlabLayout
+    fingerprint: bytes
+    store: StoreConfig
+    directory_url: str = ""
+    """Redis to publish into; empty: routers ask this daemon."""
+    arena_prefix: str
+    """Start of the shared-memory file's name, so that whoever started this run can find it."""
+
+
+class Node:
+    """Constructed stopped. `start` once, `stop` once."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.incarnation = new_incarnation()
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="node-daemon", daemon=True)
+        self._arena: Arena | None = None
+        self._core: StoreCore | None = None
+        self._server: StoreServer | None = None
+        self._publisher: RedisPublisher | None = None
+        self._publishing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Allocate the arena and listen. Raises ConfigError with the reason; nothing is left behind then."""
+        if len(self._settings.fingerprint) != 32:
+            raise ConfigError(f"a node daemon needs a 32-byte fingerprint, got {len(self._settings.fingerprint)} bytes")
+        store, layout = self._settings.store, self._settings.layout
+        self._arena = Arena.create(
+            Path(store.shm_dir),
+            self._settings.arena_prefix,
+            host_bytes=store.host_bytes,
+            slot_bytes=layout.slot_bytes,
+            owner=self.incarnation,
+        )
+        self._thread.start()
+        try:
+            slots = self._arena.slots
+            tier = HostTier(
+                slots=slots,
+                slot_bytes=layout.slot_bytes,
+                policy=make_policy(store.host_policy, slots),
+                lease_s=store.lease_s,
+            )
+            self._core = StoreCore(self._facts(self._arena), tier)
+            self._call(self._listen(self._core))
+        except BaseException:
+            self.stop()
+            raise
+
+    def values(self) -> dict[str, float]:
+        """Gauges and counters."""
+        core = self._core
+        return {} if core is None or not self._thread.is_alive() else self._call(_values(core))
+
+    def check_integrity(self) -> list[str]:
+        core = self._core
+        return [] if core is None else self._call(_violations(core))
+
+    def stop(self) -> None:
+        """Close every connection and remove socket and arena. May be called in any state."""
+        if self._thread.is_alive():
+            if self._server is not None:
+                self._call(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_TIMEOUT_S)
+        if not self._loop.is_running():
+            self._loop.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    async def _listen(self, core: StoreCore) -> None:
+        server = StoreServer(core, self._settings.socket)
+        core.on_change = server.notify
+        await server.start()
+        self._server = server
+        if self._settings.directory_url:
+            # Imported here: a daemon without Redis needs no Redis client.
+            from headrace.kvstore.daemon.publisher import RedisPublisher
+
+            self._publisher = RedisPublisher(
+                self._settings.directory_url, self._settings.name, self._settings.fingerprint, core.events
+            )
+            self._publishing = asyncio.create_task(self._publisher.run())
+
+    async def _close(self) -> None:
+        if self._publisher is not None and self._publishing is not None:
+            await end(self._publishing)
+            await self._publisher.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(STOP_TIMEOUT_S)
+
+    def _facts(self, arena: Arena) -> NodeFacts:
+        return NodeFacts(
+            node=self._settings.name,
+            incarnation=self.incarnation,
+            fingerprint=self._settings.fingerprint,
+            lease_s=self._settings.store.lease_s,
+            arena=str(arena.path),
+            slots=arena.slots,
+            slot_bytes=arena.slot_bytes,
+        )
+
+
+async def _values(core: StoreCore) -> dict[str, float]:
+    return core.values()
+
+
+async def _violations(core: StoreCore) -> list[str]:
+    return core.tier.check_integrity()

@@ -1,0 +1,109 @@
+"""Where blocks are, in memory: sets of names per node and place, fed with events. Pure, single-threaded.
+
+One dict from name to a bit set of places: a lookup walks the prompt once and narrows the set of places that have had
+every block so far.
+"""
+
+from collections.abc import Sequence
+
+from headrace.ids import BlockName
+from headrace.kvstore.base import Placement
+from headrace.kvstore.daemon.events import HOST_PLACE
+from headrace.kvstore.wire import Events, unpack_names
+
+Place = tuple[str, str]
+"""(node, place on it)"""
+
+
+class PlaceIndex:
+    """All places of all nodes."""
+
+    def __init__(self) -> None:
+        self._bits: dict[BlockName, int] = {}
+        self._place_bit: dict[Place, int] = {}
+        self._held: dict[Place, set[BlockName]] = {}
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def apply(self, node: str, events: Events) -> None:
+        """Events in order, or a snapshot that replaces everything known of this node."""
+        if events.snapshot:
+            self.forget(node)
+        for change in events.changes:
+            if change.gone:
+                self._forget_place((node, change.place))
+            else:
+                self.change((node, change.place), unpack_names(change.added), unpack_names(change.removed))
+
+    def change(self, place: Place, added: Sequence[BlockName], removed: Sequence[BlockName]) -> None:
+        if place not in self._held:
+            self._held[place] = set()
+            self._place_bit[place] = _free_bit(set(self._place_bit.values()))
+        bit, held, bits = self._place_bit[place], self._held[place], self._bits
+        for name in added:
+            held.add(name)
+            bits[name] = bits.get(name, 0) | bit
+        for name in removed:
+            held.discard(name)
+            self._clear(name, bit)
+
+    def forget(self, node: str) -> None:
+        for place in [p for p in self._held if p[0] == node]:
+            self._forget_place(place)
+
+    def lookup(self, names: Sequence[BlockName]) -> Placement:
+        """Leading runs per place; places without the first block do not appear."""
+        run: dict[int, int] = {}
+        left, blocks, bits = -1, 0, self._bits
+        for name in names:
+            here = bits.get(name, 0) & left
+            if here != left:
+                if blocks:
+                    run[left & ~here] = blocks
+                left = here
+            if not left:
+                break
+            blocks += 1
+        if left > 0:
+            run[left] = blocks
+        host: dict[str, int] = {}
+        device: dict[str, int] = {}
+        for (node, place), bit in self._place_bit.items():
+            for mask, length in run.items():
+                if mask & bit:
+                    if place == HOST_PLACE:
+                        host[node] = length
+                    else:
+                        device[place] = max(length, device.get(place, 0))
+        return Placement(host, device)
+
+    def held(self, place: Place) -> set[BlockName]:
+        """Names known in one place."""
+        return self._held.get(place, set())
+
+    def stats(self) -> dict[str, float]:
+        sizes = {f"blocks{{node={node},place={place}}}": float(len(held)) for (node, place), held in self._held.items()}
+        return {"names": float(len(self._bits)), **sizes}
+
+    def _forget_place(self, place: Place) -> None:
+        held = self._held.pop(place, None)
+        if held is None:
+            return
+        bit = self._place_bit.pop(place)
+        for name in held:
+            self._clear(name, bit)
+
+    def _clear(self, name: BlockName, bit: int) -> None:
+        left = self._bits.get(name, 0) & ~bit
+        if left:
+            self._bits[name] = left
+        else:
+            self._bits.pop(name, None)
+
+
+def _free_bit(taken: set[int]) -> int:
+    bit = 1
+    while bit in taken:
+        bit <<= 1
+    return bit

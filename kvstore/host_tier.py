@@ -1,0 +1,350 @@
+"""Bookkeeping of a node's host tier. Pure: it owns slot numbers, names and leases, never bytes, sockets or clocks.
+
+    free -> writing -> ready -> leased n -> evictable -> free
+               |
+               +-> quarantined -> free      the writer vanished, or may still be writing
+
+A block is visible from `commit_put` on, whole or not at all. A lease belongs to one owner (an incarnation of a client);
+it lives while the owner is renewed. A dropped block that somebody still reads is invisible at once and freed with its
+last lease. Single-threaded: the daemon's loop.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from headrace.errors import LeaseExpired
+from headrace.ids import BlockName, Incarnation, SlotIndex
+from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome
+from headrace.kvstore.changes import ChangeSet
+from headrace.kvstore.checksum import DIGEST_BYTES
+from headrace.kvstore.residents import Resident, Residents
+
+Write = tuple[BlockName, SlotIndex, bytes]
+
+
+@dataclasses.dataclass(slots=True)
+class _Writing:
+    meta: BlockMeta
+    owner: Incarnation
+
+
+@dataclasses.dataclass(slots=True)
+class _Owner:
+    deadline_s: float
+    leases: dict[BlockName, list[Resident]] = dataclasses.field(default_factory=dict)
+    writes: set[SlotIndex] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
+class _Quarantine:
+    slots: list[SlotIndex]
+    until_s: float
+    may_write: Callable[[], bool]
+
+
+@dataclasses.dataclass(slots=True)
+class HostCounters:
+    """Events since the start, in blocks unless said otherwise."""
+
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    put_exists: int = 0
+    put_full: int = 0
+    aborted: int = 0
+    dropped: int = 0
+    evictions: int = 0
+    expirations: int = 0
+    quarantined: int = 0
+    stale_releases: int = 0
+    owners_expired: int = 0
+    """Clients."""
+
+
+class HostTier:
+    """`slots` slots of `slot_bytes`. `lease_s`: an owner not renewed for so long is dead. `grace_s`: least time a slot
+    of a vanished writer stays quarantined."""
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        slot_bytes: int,
+        policy: EvictionPolicy,
+        lease_s: float,
+        grace_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.slots = slots
+        self.counters = HostCounters()
+        self.changes = ChangeSet()
+        self._slot_bytes = slot_bytes
+        self._policy = policy
+        self._lease_s = lease_s
+        self._grace_s = grace_s
+        self._clock = clock
+        self._free = deque(SlotIndex(slot) for slot in range(slots))
+        self._residents = Residents(policy)
+        self._writing: dict[SlotIndex, _Writing] = {}
+        self._writing_names: set[BlockName] = set()
+        self._doomed: dict[SlotIndex, Resident] = {}
+        self._quarantine: list[_Quarantine] = []
+        self._owners: dict[Incarnation, _Owner] = {}
+
+    # --- owners -----------------------------------------------------------------------------------------------------
+
+    def attach(self, owner: Incarnation) -> None:
+        """A client is there; its lease time starts."""
+        self._owners[owner] = _Owner(self._clock() + self._lease_s)
+
+    def renew(self, owner: Incarnation) -> None:
+        """Heartbeat. Raises LeaseExpired for an owner that is not attached (any more)."""
+        self._owner(owner).deadline_s = self._clock() + self._lease_s
+
+    def detach(self, owner: Incarnation, may_write: Callable[[], bool] | None = None) -> None:
+        """The client is gone: its leases end. Without `may_write` it has said that it no longer writes, and its
+        unfinished slots are free; else they are quarantined until the grace is over and `may_write()` is False."""
+        gone = self._owners.pop(owner, None)
+        if gone is None:
+            return
+        now = self._clock()
+        for held in gone.leases.values():
+            for resident in held:
+                self._unhold(resident, now)
+        slots = sorted(gone.writes)
+        for slot in slots:
+            self._forget_write(slot, now)
+        if may_write is None:
+            self._free.extend(slots)
+        elif slots:
+            self._quarantine.append(_Quarantine(slots, now + self._grace_s, may_write))
+            self.counters.quarantined += len(slots)
+
+    def tick(self) -> list[Incarnation]:
+        """Regular upkeep: frees quarantined slots whose time has come and drops blocks whose time is over. Returns the
+        owners whose lease ended: the caller detaches them with what it knows of their process."""
+        now = self._clock()
+        for entry in [q for q in self._quarantine if q.until_s <= now and not q.may_write()]:
+            self._free.extend(entry.slots)
+            self._quarantine.remove(entry)
+        if isinstance(self._policy, ExpiringPolicy):
+            while (name := self._policy.expired(now)) is not None:
+                self._remove(name, now)
+                self.counters.expirations += 1
+        expired = [owner for owner, state in self._owners.items() if state.deadline_s <= now]
+        self.counters.owners_expired += len(expired)
+        return expired
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def match(self, names: Sequence[BlockName]) -> int:
+        """Leading names that are readable; touches them."""
+        now, run = self._clock(), self._residents.leading(names)
+        for resident in run:
+            self._residents.hit(resident, now)
+        return len(run)
+
+    def lease(self, owner: Incarnation, names: Sequence[BlockName]) -> list[Resident | None]:
+        """One read lease on each block that is readable, None for the others. Raises LeaseExpired (see `renew`)."""
+        leases, now = self._owner(owner).leases, self._clock()
+        found: list[Resident | None] = []
+        for name in names:
+            resident = self._residents.get(name)
+            if resident is not None:
+                self._residents.hit(resident, now)
+                self._residents.hold(resident, now)
+                leases.setdefault(name, []).append(resident)
+                self.counters.hits += 1
+            else:
+                self.counters.misses += 1
+            found.append(resident)
+        return found
+
+    def release(self, owner: Incarnation, names: Sequence[BlockName]) -> None:
+        """Give back one lease of this owner on each block. A block it has no lease on is left alone and counted: no
+        owner can end another's lease, nor one of its own twice."""
+        leases, now = self._owner(owner).leases, self._clock()
+        for name in names:
+            held = leases.get(name)
+            if not held:
+                self.counters.stale_releases += 1
+                continue
+            self._unhold(held.pop(0), now)
+            if not held:
+                del leases[name]
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def begin_put(
+        self, owner: Incarnation, blocks: Sequence[tuple[BlockName, BlockName | None, int]]
+    ) -> list[SlotIndex | int]:
+        """(name, parent, depth) each -> slot in state `writing`, or PutOutcome. A block whose parent found the tier
+        full in the same call is not written either: without its parent nobody would find it."""
+        state, now = self._owner(owner), self._clock()
+        refused: set[BlockName] = set()
+        outcomes: list[SlotIndex | int] = []
+        for name, parent, depth in blocks:
+            if name in self._writing_names or self._residents.get(name) is not None:
+                self.counters.put_exists += 1
+                outcomes.append(PutOutcome.EXISTS)
+                continue
+            # Before the search for room, or the block's own parent could be chosen to make room for it.
+            self._residents.adopt(parent, now)
+            slot = None if parent in refused else self._take_slot(now)
+            if slot is None:
+                self._residents.disown(parent, now)
+                refused.add(name)
+                self.counters.put_full += 1
+                outcomes.append(PutOutcome.FULL)
+                continue
+            self._writing[slot] = _Writing(BlockMeta(name, parent, depth, self._slot_bytes), owner)
+            self._writing_names.add(name)
+            state.writes.add(slot)
+            outcomes.append(slot)
+        return outcomes
+
+    def commit_put(self, owner: Incarnation, writes: Sequence[Write], *, keep_lease: bool) -> None:
+        """All become visible, or (LeaseExpired) none."""
+        state, now = self._owner(owner), self._clock()
+        self._check_writes(owner, [(name, slot) for name, slot, _ in writes])
+        for name, _, digest in writes:
+            if len(digest) != DIGEST_BYTES:
+                raise ValueError(f"digest of {name.hex()} has {len(digest)} bytes, not {DIGEST_BYTES}")
+        for name, slot, digest in writes:
+            meta = self._writing[slot].meta
+            resident = Resident(meta, slot, int(keep_lease), digest)
+            self._residents.insert(resident, now)
+            self._forget_write(slot, now)
+            state.writes.discard(slot)
+            if keep_lease:
+                state.leases.setdefault(name, []).append(resident)
+            self.changes.add(name)
+        self.counters.puts += len(writes)
+
+    def abort_put(self, owner: Incarnation, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None:
+        """The writer has stopped writing; the slots are free. Slots that are not its own writes are left alone."""
+        state, now = self._owner(owner), self._clock()
+        for name, slot in writes:
+            writing = self._writing.get(slot)
+            if slot in state.writes and writing is not None and writing.meta.name == name:
+                self._forget_write(slot, now)
+                state.writes.discard(slot)
+                self._free.append(slot)
+                self.counters.aborted += 1
+
+    # --- removing ---------------------------------------------------------------------------------------------------
+
+    def drop(self, names: Sequence[BlockName]) -> None:
+        """Blocks become invisible at once; the slot of one that is still read is freed with its last lease."""
+        now = self._clock()
+        for name in names:
+            if self._residents.get(name) is not None:
+                self._remove(name, now)
+                self.counters.dropped += 1
+
+    def flush(self) -> int:
+        """Forget every block that nothing holds; returns how many."""
+        idle, now = self._residents.idle(), self._clock()
+        for name in idle:
+            self._remove(name, now)
+        return len(idle)
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[BlockName]:
+        """All visible names."""
+        return [r.meta.name for r in self._residents]
+
+    def leases_of(self, owner: Incarnation) -> int:
+        state = self._owners.get(owner)
+        return sum(map(len, state.leases.values())) if state else 0
+
+    def stats(self) -> dict[str, float]:
+        quarantined = sum(len(q.slots) for q in self._quarantine)
+        gauges = {
+            "slots": self.slots,
+            "free": len(self._free),
+            "writing": len(self._writing),
+            "ready": len(self._residents),
+            "leased": self._residents.held + len(self._doomed),
+            "evictable": self._residents.evictable,
+            "quarantined": quarantined,
+            "clients": len(self._owners),
+        }
+        counters = {f"{name}_total": value for name, value in dataclasses.asdict(self.counters).items()}
+        return {**gauges, **counters}
+
+    def check_integrity(self) -> list[str]:
+        """All violations found, as sentences; empty when sound."""
+        parents = [w.meta.parent for w in self._writing.values() if w.meta.parent is not None]
+        wrong = self._residents.violations(parents)
+        quarantined = [slot for entry in self._quarantine for slot in entry.slots]
+        ready = [r.slot for r in self._residents]
+        everywhere = [*self._free, *self._writing, *ready, *self._doomed, *quarantined]
+        if sorted(everywhere) != list(range(self.slots)):
+            wrong.append(
+                f"free {len(self._free)} + writing {len(self._writing)} + ready {len(ready)} + doomed "
+                f"{len(self._doomed)} + quarantined {len(quarantined)} are not each of the {self.slots} slots once"
+            )
+        if self._writing_names != {w.meta.name for w in self._writing.values()}:
+            wrong.append("the names being written differ from the slots being written")
+        leases: dict[int, int] = {}
+        for owner, state in self._owners.items():
+            if state.writes != {slot for slot, w in self._writing.items() if w.owner == owner}:
+                wrong.append(f"owner {owner} and the slots being written disagree")
+            for held in state.leases.values():
+                for resident in held:
+                    leases[id(resident)] = leases.get(id(resident), 0) + 1
+        for resident in [*self._residents, *self._doomed.values()]:
+            if resident.refs != leases.get(id(resident), 0):
+                wrong.append(f"slot {resident.slot}: {resident.refs} references, {leases.get(id(resident), 0)} leases")
+        return wrong
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _owner(self, owner: Incarnation) -> _Owner:
+        state = self._owners.get(owner)
+        if state is None:
+            raise LeaseExpired(f"client {owner} is not attached: its leases and unfinished writes are gone")
+        return state
+
+    def _check_writes(self, owner: Incarnation, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None:
+        if len({slot for _, slot in writes}) != len(writes):
+            raise LeaseExpired("a slot is committed twice in one call")
+        for name, slot in writes:
+            writing = self._writing.get(slot)
+            if writing is None or writing.owner != owner or writing.meta.name != name:
+                raise LeaseExpired(f"slot {slot} is not being written by {owner} as {name.hex()}; nothing is committed")
+
+    def _take_slot(self, now_s: float) -> SlotIndex | None:
+        if not self._free:
+            victim = self._residents.victim(now_s)
+            if victim is None:
+                return None
+            self._remove(victim.meta.name, now_s)
+            self.counters.evictions += 1
+        return self._free.popleft()
+
+    def _remove(self, name: BlockName, now_s: float) -> None:
+        resident = self._residents.remove(name, now_s)
+        self.changes.remove(name)
+        if resident.refs:
+            self._doomed[resident.slot] = resident
+        else:
+            self._free.append(resident.slot)
+
+    def _unhold(self, resident: Resident, now_s: float) -> None:
+        if self._doomed.get(resident.slot) is not resident:
+            self._residents.unhold(resident, now_s)
+            return
+        resident.refs -= 1
+        if not resident.refs:
+            del self._doomed[resident.slot]
+            self._free.append(resident.slot)
+
+    def _forget_write(self, slot: SlotIndex, now_s: float) -> None:
+        meta = self._writing.pop(slot).meta
+        self._writing_names.discard(meta.name)
+        self._residents.disown(meta.parent, now_s)

@@ -1,0 +1,186 @@
+"""Messages between a node daemon and its clients, and their framing: u32 little-endian length, then
+`headrace.messages.encode`. One request, one reply, in order. The first request is `Hello`, its reply `Welcome`.
+
+Lists of names, digests and slots travel as one byte string each: a call about 2,048 blocks stays well below a
+millisecond. An error is answered as `ErrorInfo`.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from headrace.errors import IncompatiblePeer
+from headrace.ids import BlockName, Incarnation, SlotIndex
+from headrace.kvstore.checksum import DIGEST_BYTES
+from headrace.kvstore.names import NAME_BYTES
+from headrace.messages import message
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20
+NO_NAME = BlockName(bytes(NAME_BYTES))
+"""Stands for a parent that is None."""
+
+
+@message
+class Welcome:
+    """The daemon takes the client in: where the arena is and how long a lease lives."""
+
+    node: str
+    incarnation: Incarnation
+    """The daemon's."""
+    fingerprint: bytes
+    lease_s: float
+    arena: str
+    """Path of the shared-memory file."""
+    slots: int
+    slot_bytes: int
+
+
+@message
+class Done:
+    pass
+
+
+@message
+class Heartbeat:
+    pass
+
+
+@message
+class Goodbye:
+    """The client leaves and has stopped writing: its slots need no quarantine."""
+
+
+@message
+class Match:
+    names: bytes
+
+
+@message
+class Count:
+    value: int
+
+
+@message
+class Lease:
+    names: bytes
+
+
+@message
+class LeaseReply:
+    """One entry a name; slot -1 where there is nothing to lease (its digest is zero bytes)."""
+
+    slots: bytes
+    digests: bytes
+
+
+@message
+class Release:
+    names: bytes
+
+
+@message
+class BeginPut:
+    names: bytes
+    parents: bytes
+    depths: bytes
+
+
+@message
+class Slots:
+    slots: bytes
+    """Slot or PutOutcome, one a block."""
+
+
+@message
+class CommitPut:
+    names: bytes
+    slots: bytes
+    digests: bytes
+    keep_lease: bool
+
+
+@message
+class AbortPut:
+    names: bytes
+    slots: bytes
+
+
+@message
+class Drop:
+    names: bytes
+
+
+@message
+class Announce:
+    added: bytes
+    removed: bytes
+
+
+@message
+class EventsRequest:
+    """What happened after event `after` of daemon `incarnation`? Waits up to `wait_s` if nothing did. An unknown
+    incarnation or a forgotten `after` is answered with a snapshot."""
+
+    incarnation: Incarnation
+    after: int
+    wait_s: float
+
+
+@message
+class PlaceChange:
+    """One place is the daemon's host tier ("host") or a rank's device tier (the rank's name)."""
+
+    place: str
+    added: bytes
+    removed: bytes
+    gone: bool = False
+    """The place and all it held has ended."""
+
+
+@message
+class Events:
+    incarnation: Incarnation
+    last: int
+    """Number of the newest event included."""
+    snapshot: bool
+    """True: `changes` is everything there is; forget the rest of this node."""
+    changes: tuple[PlaceChange, ...]
+
+
+def pack_names(names: Iterable[BlockName]) -> bytes:
+    return b"".join(names)
+
+
+def unpack_names(data: bytes) -> list[BlockName]:
+    if len(data) % NAME_BYTES:
+        raise IncompatiblePeer(f"{len(data)} bytes are not whole block names")
+    return [BlockName(data[i : i + NAME_BYTES]) for i in range(0, len(data), NAME_BYTES)]
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def unpack_ints(data: bytes) -> list[int]:
+    if len(data) % 4:
+        raise IncompatiblePeer(f"{len(data)} bytes are not whole i32 numbers")
+    numbers: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return numbers
+
+
+def unpack_slots(data: bytes) -> list[SlotIndex]:
+    return [SlotIndex(value) for value in unpack_ints(data)]
+
+
+def unpack_digests(data: bytes) -> list[bytes]:
+    if len(data) % DIGEST_BYTES:
+        raise IncompatiblePeer(f"{len(data)} bytes are not whole digests")
+    return [data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
+
+
+def same_length(*lists: Sequence[object]) -> None:
+    """Raises IncompatiblePeer unless all parallel lists of a request have one length."""
+    if len({len(items) for items in lists}) > 1:
+        raise IncompatiblePeer(f"parallel lists of lengths {', '.join(str(len(items)) for items in lists)}")
