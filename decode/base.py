@@ -13,8 +13,8 @@ from headrace.ids import BlockName, Tier
 StreamId = NewType("StreamId", int)
 """One open gRPC stream of one router. Its end is the end of all its requests."""
 
-STOP = "stop"
 LENGTH = "length"
+"""Finish reason of an answer that reached max_tokens or the end of the context."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +42,6 @@ class Sink(Protocol):
     def put_last(self, message: Any) -> None:
         """Deliver the last message of one request, whatever the backlog: at most one per accepted request."""
         ...
-
-
-class BlockIndex(Protocol):
-    """Which slot of this rank's pool holds what. `kvstore.device_index.DeviceIndex` is the implementation; one thread.
-
-    A slot is free, evictable (named, held by nobody) or held (counted). `available` counts the first two."""
-
-    def available(self) -> int: ...
 
 
 class Control(Protocol):

@@ -6,13 +6,12 @@ KV: the pending token. A step verifies rows L..L+n with tokens [pending, drafts.
 
 import dataclasses
 import enum
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 
-from headrace.decode.base import LENGTH, STOP, StreamId
-from headrace.errors import InputError
+from headrace.decode.base import LENGTH, StreamId
+from headrace.errors import InputError, PromptTooLong
 from headrace.ids import BlockName, RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.names import NameChain
@@ -37,6 +36,8 @@ class Emission:
     logprobs: list[TokenLogprob]
     drafted: int
     accepted: int
+    finish_reason: str | None = None
+    """The sampler's verdict: "stop", "length" or None."""
 
 
 class Sequence:
@@ -75,8 +76,13 @@ class Sequence:
         self.answer: list[int] = [request.first_token]
         """Tokens after the prompt; the last one is pending."""
         left = request.sampling.max_tokens - request.output_index
-        self.limit = max(0, min(left, context_tokens - len(self.prompt) - 1))
+        self.limit = min(left, context_tokens - len(self.prompt) - 1)
         """Tokens this rank may sample in all."""
+        if self.limit < 1:
+            raise PromptTooLong(
+                f"{len(self.prompt)} prompt tokens and the first token leave no room in a context of {context_tokens}",
+                "tokens",
+            )
         self.drafts: list[int] = list(request.handover.draft_tokens)
         self.private_position = len(self.prompt) // BLOCK_TOKENS
         self.blocks: list[int] = []
@@ -143,10 +149,9 @@ class Sequence:
         self.answer += emission.tokens
         self.committed += len(emission.tokens)
         self.drafts = []
-        if self.answer[-1] in self.request.sampling.stop_token_ids:
-            self.finish_reason = STOP
-        elif self.remaining == 0:
-            self.finish_reason = LENGTH
+        self.finish_reason = emission.finish_reason
+        if self.finish_reason is None and self.remaining == 0:
+            self.finish_reason = LENGTH  # the context ends before max_tokens does
 
     def new_full_blocks(self) -> list[tuple[int, BlockName, BlockName | None]]:
         """(position, name, parent) of blocks whose 64 target rows are committed since the last call. Call it after the
@@ -171,22 +176,12 @@ class Sequence:
         return self.prompt[start:end] + self.answer[max(0, start - length) : max(0, end - length)]
 
 
-def cut_at_stop(tokens: Seq[int], stop: Seq[int]) -> int:
-    """How many leading tokens the answer takes: all, or up to and including the first stop token."""
-    for count, token in enumerate(tokens, start=1):
-        if token in stop:
-            return count
-    return len(tokens)
-
-
 def _check(request: DecodeRequest, length: int) -> None:
     if len(request.tokens) % 4 or length == 0:
         raise InputError(f"{len(request.tokens)} bytes of prompt are not one or more u32 tokens", "tokens")
-    if len(request.block_names) != length // BLOCK_TOKENS:
-        raise InputError(
-            f"a prompt of {length} tokens has {length // BLOCK_TOKENS} full blocks, got {len(request.block_names)} names",
-            "block_names",
-        )
+    full, named = length // BLOCK_TOKENS, len(request.block_names)
+    if named != full:
+        raise InputError(f"a prompt of {length} tokens has {full} full blocks, got {named} names", "block_names")
     if not 1 <= request.output_index <= length + 1:
         raise InputError(f"output_index {request.output_index} is not in 1..{length + 1}", "output_index")
     if request.sampling.max_tokens <= request.output_index:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from headrace.config import Config
 from headrace.ids import Incarnation
+from headrace.kvstore.layout import SlabLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,10 @@ class BoxContext:
     """Differs at each (re)start of a group, so that a late rank of the old one cannot join the new one."""
     rendezvous: str = ""
     """torch.distributed init method of the group: file://... on one host, tcp://... between hosts."""
+    layout: SlabLayout | None = None
+    """Slab layout of the served model: the supervisor derives it once, for boxes that do not read the checkpoint."""
+    fingerprint: bytes = b""
+    """`kvstore.names.fingerprint` of this deployment: peers that differ refuse each other."""
     token: str = ""
     """Shared secret of this deployment: gRPC metadata "authorization"."""
     endpoints: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -16,10 +16,14 @@ def _decode_table(device: torch.device) -> Tensor:
     return codes.to(torch.float32).to(device)
 
 
-def decode(codes: Tensor) -> Tensor:
+def decode(codes: Tensor, out: Tensor | None = None) -> Tensor:
     """uint8 e4m3 codes -> fp32 of the same shape. A table look-up is several times faster than the cast on CPUs."""
     table = _decode_table(codes.device)
-    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    flat = codes.reshape(-1).int()
+    if out is None:
+        return table.index_select(0, flat).view(codes.shape)
+    torch.index_select(table, 0, flat, out=out.view(-1))
+    return out
 
 
 def encode(x: Tensor) -> Tensor:

@@ -24,10 +24,7 @@ def sequence_groups(rows: QueryRows) -> list[tuple[int, Tensor, int]]:
     return rows.groups
 
 
-def history(rows: QueryRows, seq: int, length: int) -> Tensor:
-    """Cache rows of request-relative rows 0..length-1 of one sequence. Rows without a block point at cache row 0: they
-    are never visible."""
-    blocks = -(-length // BLOCK_TOKENS)
-    slots = rows.block_tables[seq, :blocks].clamp_min(0)
-    offsets = torch.arange(BLOCK_TOKENS, device=slots.device)
-    return (slots.unsqueeze(1) * BLOCK_TOKENS + offsets).flatten()[:length]
+def history_slots(rows: QueryRows, seq: int, length: int) -> Tensor:
+    """Slots of the blocks that hold request-relative rows 0..length-1 of one sequence. A missing block reads slot 0:
+    its rows are never visible."""
+    return rows.block_tables[seq, : -(-length // BLOCK_TOKENS)].clamp_min(0)

@@ -72,8 +72,9 @@ class Moe:
 
 
 def pack(parts: list[Tensor]) -> Tensor:
-    """Rows of several dtypes -> uint8 [t, bytes]."""
-    return torch.cat([part.contiguous().view(torch.uint8).view(part.shape[0], row_bytes(part)) for part in parts], -1)
+    """Rows of several dtypes -> uint8 [t, bytes]. t may be 0: then strides say nothing, so parts are flattened first."""
+    flat = [part.contiguous().flatten().view(torch.uint8) for part in parts]
+    return torch.cat([bytes_.view(part.shape[0], row_bytes(part)) for bytes_, part in zip(flat, parts)], -1)
 
 
 def unpack(packed: Tensor, like: list[Tensor]) -> list[Tensor]:

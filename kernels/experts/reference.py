@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.kernels import fp8
 from headrace.kernels.base import KernelContext, Pair
-from headrace.kernels.tiles import matmul_rows, pad_rows
+from headrace.kernels.tiles import ROW_TILE
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,27 +57,41 @@ class ReferenceExperts:
         rows = fp8.dequantise_activation(x, scales) if scales is not None else x
         local = ids.flatten().long() - first_expert
         order = local.argsort(stable=True)
-        sizes = torch.bincount(local[(local >= 0) & (local < len(weight.down))], minlength=len(weight.down)).tolist()
-        start = int((local < 0).sum())
-        source, gain = order // ids.shape[1], weights.flatten()[order]
-        for expert, size in enumerate(sizes):
-            if size:
-                mine = source[start : start + size]
-                out = self._expert(rows.index_select(0, mine), weight, expert)
-                out = (out * gain[start : start + size].unsqueeze(1)).to(self.combine_dtype)
-                total.index_add_(0, mine, out.double())
-            start += size
-        return total
+        order = order[(local[order] >= 0) & (local[order] < len(weight.down))]
+        sizes = torch.bincount(local[order], minlength=len(weight.down)).tolist()
+        source = order // ids.shape[1]
+        tile = ROW_TILE if self._deterministic else 1
+        out = self._experts(rows.index_select(0, source), sizes, tile, weight)
+        out = (out * weights.flatten()[order].unsqueeze(1)).to(self.combine_dtype)
+        return total.index_add_(0, source, out.double())
 
-    def _expert(self, x: Tensor, weight: ReferenceExpertWeights, expert: int) -> Tensor:
-        count = x.shape[0]
-        if self._deterministic:
-            x = pad_rows(x)
-        gate, up = matmul_rows(x, weight.gate_up[expert], self._deterministic).chunk(2, -1)
+    def _experts(self, x: Tensor, sizes: list[int], tile: int, weight: ReferenceExpertWeights) -> Tensor:
+        """x [a, D] ordered by expert, `sizes[e]` rows each -> [a, D]. Every expert's rows start on a tile, so that the
+        element-wise work between the products is done on all of them at once."""
+        starts, place = [], []
+        end = 0
+        for size in sizes:
+            starts.append(end)
+            place.append(torch.arange(end, end + size))
+            end += -(-size // tile) * tile
+        where = torch.cat(place).to(x.device)
+        padded = x.new_zeros((end, x.shape[1])).index_copy_(0, where, x)
+        both = self._products(padded, weight.gate_up, starts, sizes, tile)
+        gate, up = both.chunk(2, -1)
         hidden = F.silu(gate.contiguous()) * up
         if weight.quantised:
             hidden = fp8.dequantise_activation(*fp8.quantise_activation(hidden))
-        return matmul_rows(hidden, weight.down[expert], self._deterministic)[:count]
+        return self._products(hidden, weight.down, starts, sizes, tile).index_select(0, where)
+
+    def _products(
+        self, x: Tensor, matrices: list[Tensor], starts: list[int], sizes: list[int], tile: int
+    ) -> Tensor:
+        out = x.new_empty((x.shape[0], matrices[0].shape[1]))
+        for matrix, start, size in zip(matrices, starts, sizes):
+            step = tile if self._deterministic else max(size, 1)
+            for row in range(start, start + size, step):
+                torch.mm(x[row : row + step], matrix, out=out[row : row + step])
+        return out
 
 
 def create(context: KernelContext) -> ReferenceExperts:

@@ -38,6 +38,22 @@ class ReferenceIndexKeys:
             return codes.view(torch.bfloat16).to(torch.float32)
         return fp8.decode(codes) * scales[slot, row].view(torch.float32)
 
+    def gather_blocks(self, plane: Tensor, slots: Tensor, fmt: RowFormat, tile: int) -> tuple[Tensor, Tensor | None]:
+        """Keys of whole blocks, unscaled: (fp32 [n, 128], fp32 scales [n] or None), n = 64 rows a block rounded up to
+        `tile` rows, the last of them zero."""
+        blocks = plane.index_select(0, slots)
+        rows = blocks.shape[0] * BLOCK_TOKENS
+        padded = -(-rows // tile) * tile
+        keys = torch.empty((padded, INDEX_DIM), dtype=torch.float32, device=plane.device)
+        keys[rows:] = 0
+        if not fmt.fp8:
+            keys[:rows] = blocks.view(torch.bfloat16).view(rows, INDEX_DIM)
+            return keys, None
+        fp8.decode(blocks[:, :KEYS_END].reshape(rows, INDEX_DIM), out=keys[:rows])
+        scales = keys.new_zeros(padded)
+        scales[:rows] = blocks[:, KEYS_END:].contiguous().view(torch.float32).flatten()
+        return keys, scales
+
     @staticmethod
     def _views(plane: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor | None]:
         """(keys [slots, 64, key bytes], scales [slots, 64, 4] or None), views of the plane."""

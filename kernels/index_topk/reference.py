@@ -1,6 +1,6 @@
 """Definition of the indexer's selection.
 
-Scores are computed in tiles of 16 query rows by 1,024 keys, both zero padded, so a score's bits depend on its query row
+Scores are computed in tiles of 8 query rows by 1,024 keys, both zero padded, so a score's bits depend on its query row
 and key alone. The selection is an exact set: of equal scores the lower cache row wins.
 """
 
@@ -11,8 +11,11 @@ from headrace.kernels import fp8
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import RowFormat
 from headrace.kernels.index_keys.reference import ReferenceIndexKeys
-from headrace.kernels.rows import history, sequence_groups
-from headrace.kernels.tiles import KEY_TILE, ROW_TILE, pad_rows
+from headrace.kernels.rows import history_slots, sequence_groups
+from headrace.kernels.tiles import KEY_TILE, pad_rows
+
+QUERY_TILE = 8
+"""Query rows of one score tile: a verification has 5 of them."""
 
 
 class ReferenceIndexTopk:
@@ -31,18 +34,25 @@ class ReferenceIndexTopk:
             if seen - rows.first_row <= k:
                 selection[members] = select_all(last_row, rows.first_row, k)
                 continue
-            keys = self._keys.gather(plane, history(rows, seq, seen), fmt)
-            selection[members] = self._select(q[members], weights[members], keys, last_row, rows.first_row, k)
+            keys, scales = self._keys.gather_blocks(plane, history_slots(rows, seq, seen), fmt, KEY_TILE)
+            bounds = (rows.first_row, last_row)
+            selection[members] = self._select(q[members], weights[members], keys, scales, bounds, k)
         return selection
 
-    def _select(self, q: Tensor, w: Tensor, keys: Tensor, last_row: Tensor, first_row: int, k: int) -> Tensor:
-        keys = pad_rows(keys, KEY_TILE)
+    def _select(
+        self, q: Tensor, w: Tensor, keys: Tensor, scales: Tensor | None, bounds: tuple[int, Tensor], k: int
+    ) -> Tensor:
+        first_row, last_row = bounds
         position = torch.arange(keys.shape[0], device=q.device)
         chosen = []
-        for start in range(0, q.shape[0], ROW_TILE):
-            part = slice(start, start + ROW_TILE)
+        for start in range(0, q.shape[0], QUERY_TILE):
+            part = slice(start, start + QUERY_TILE)
             bound = last_row[part]
-            scores = score_tile(pad_rows(q[part]), pad_rows(w[part]), keys)[: bound.shape[0]]
+            scores = score_tile(pad_rows(q[part], QUERY_TILE), pad_rows(w[part], QUERY_TILE), keys)
+            if scales is not None:
+                # Key scales are positive, so they may be applied after relu and sum; powers of two change no bit.
+                scores *= scales
+            scores = scores[: bound.shape[0]]
             hidden = (position > bound.unsqueeze(1)) | (position < first_row)
             chosen.append(top_rows(scores.masked_fill_(hidden, -torch.inf), k))
         selection = torch.cat(chosen)
@@ -57,7 +67,7 @@ def quantise_query(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score_tile(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
-    """q [16, Hi, 128], w [16, Hi], keys [multiple of 1024, 128] -> scores [16, keys]."""
+    """q [8, Hi, 128], w [8, Hi], keys [multiple of 1024, 128] -> scores [8, keys]."""
     rows, heads, _ = q.shape
     flat = q.reshape(rows * heads, -1)
     scores = torch.empty((rows, keys.shape[0]), dtype=torch.float32, device=q.device)

@@ -28,7 +28,13 @@ class ReferenceLatentRows:
         plane.view(-1, plane.shape[-1])[cache_rows[keep]] = row_bytes[keep]
 
     def gather(self, plane: Tensor, cache_rows: Tensor, fmt: RowFormat) -> Tensor:
-        rows = plane.view(-1, plane.shape[-1]).index_select(0, cache_rows)
+        return self._decode(plane.view(-1, plane.shape[-1]).index_select(0, cache_rows), fmt)
+
+    def gather_blocks(self, plane: Tensor, slots: Tensor, fmt: RowFormat) -> Tensor:
+        """All 64 rows of each slot: fp32 [64 * n, 576]. Faster than row by row."""
+        return self._decode(plane.index_select(0, slots).view(-1, plane.shape[-1]), fmt)
+
+    def _decode(self, rows: Tensor, fmt: RowFormat) -> Tensor:
         if not fmt.fp8:
             return rows.view(torch.bfloat16).to(torch.float32)
         if not fmt.tiled:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import LATENT_DIM, RowFormat
 from headrace.kernels.latent_rows.reference import ReferenceLatentRows
-from headrace.kernels.rows import cache_rows, history, sequence_groups
+from headrace.kernels.rows import cache_rows, history_slots, sequence_groups
 
 
 class ReferenceSparseMla:
@@ -28,7 +28,7 @@ class ReferenceSparseMla:
             chosen = selection[members].long()
             safe = chosen.clamp_min(rows.first_row)
             if members.shape[0] * k > last + 1:
-                values = self._rows.gather(plane, history(rows, seq, last + 1), fmt)
+                values = self._rows.gather_blocks(plane, history_slots(rows, seq, last + 1), fmt)
                 where = safe
             else:
                 place = cache_rows(rows.block_tables, torch.full_like(safe, seq), safe)
@@ -36,9 +36,11 @@ class ReferenceSparseMla:
                 where = torch.arange(safe.numel(), device=q.device).view(safe.shape)
             bias = torch.zeros(chosen.shape, device=q.device).masked_fill_(chosen < 0, -torch.inf)
             empty = (chosen < 0).all(1).tolist()
+            picked = values.new_empty((k, values.shape[1]))
             for i, row in enumerate(members.tolist()):
                 if not empty[i]:
-                    attend(q[row], values.index_select(0, where[i]), bias[i], scale, out[row])
+                    torch.index_select(values, 0, where[i], out=picked)
+                    attend(q[row], picked, bias[i], scale, out[row])
         return out
 
 

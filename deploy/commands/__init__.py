@@ -1,0 +1,1 @@
+"""One module per command of `headrace`; `headrace.cli` loads the one that is called."""

@@ -1,0 +1,152 @@
+"""Fakes of the room's borders for tests: a host tier in memory, and a group that computes nothing.
+
+`MemoryStore` keeps the promises of `kvstore.base.StoreClient` for one client; `FakeRunner` answers every plan at once
+with made-up tokens and checks what a rank would trip over.
+"""
+
+import mmap
+from collections.abc import Sequence
+
+from headrace.errors import DaemonUnavailable, LeaseExpired
+from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
+from headrace.kvstore.base import Leased, PutOutcome
+from headrace.prefill.plan import Drafted, Sampled, StepOutcome, StepPlan
+
+
+class MemoryStore:
+    """`slots` host slots of `slot_bytes`. Blocks without a lease are evicted oldest first when room is needed."""
+
+    def __init__(self, slots: int, slot_bytes: int = 64, memory: bytearray | mmap.mmap | None = None) -> None:
+        """`memory`: shared with the fakes of other processes, which may look at slots only."""
+        self.incarnation = Incarnation("fake")
+        self.available = True
+        self.announced: set[BlockName] = set()
+        self.ready: dict[BlockName, tuple[SlotIndex, bytes]] = {}
+        self.leases: dict[BlockName, int] = {}
+        self.writing: dict[BlockName, SlotIndex] = {}
+        self._free = [SlotIndex(i) for i in range(slots)]
+        self._memory = memory if memory is not None else bytearray(slots * slot_bytes)
+        self._slot_bytes = slot_bytes
+
+    @property
+    def idle(self) -> bool:
+        """No lease and no unfinished write."""
+        return not self.leases and not self.writing
+
+    def match(self, names: Sequence[BlockName]) -> int:
+        return next((i for i, name in enumerate(names) if name not in self.ready), len(names))
+
+    def lease(self, names: Sequence[BlockName]) -> list[Leased | None]:
+        self._call()
+        found: list[Leased | None] = []
+        for name in names:
+            entry = self.ready.get(name)
+            if entry is not None:
+                self.leases[name] = self.leases.get(name, 0) + 1
+            found.append(None if entry is None else Leased(name, entry[0], entry[1], Tier.HOST))
+        return found
+
+    def release(self, names: Sequence[BlockName]) -> None:
+        self._call()
+        for name in names:
+            self.leases[name] -= 1
+            if not self.leases[name]:
+                del self.leases[name]
+
+    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]]) -> list[int]:
+        self._call()
+        return [self._begin(name) for name, _, _ in blocks]
+
+    def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
+        self._call()
+        if any(self.writing.get(name) != slot for name, slot, _ in writes):
+            raise LeaseExpired("a slot is not being written by this client")
+        for name, slot, digest in writes:
+            del self.writing[name]
+            self.ready[name] = (slot, digest)
+            if keep_lease:
+                self.leases[name] = self.leases.get(name, 0) + 1
+
+    def abort_put(self, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None:
+        self._call()
+        for name, slot in writes:
+            del self.writing[name]
+            self._free.append(slot)
+
+    def drop(self, names: Sequence[BlockName]) -> None:
+        self._call()
+        for name in names:
+            if name in self.ready and name not in self.leases:
+                self._free.append(self.ready.pop(name)[0])
+
+    def announce(self, added: Sequence[BlockName], removed: Sequence[BlockName]) -> None:
+        self._call()
+        self.announced = (self.announced | set(added)) - set(removed)
+
+    def slot_view(self, slot: SlotIndex) -> memoryview:
+        return memoryview(self._memory)[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+
+    def lease_valid(self) -> bool:
+        return self.available
+
+    def reconnect(self) -> None:
+        self._call()
+
+    def stats(self) -> dict[str, float]:
+        return {"leases": sum(self.leases.values()), "free": len(self._free)}
+
+    def close(self) -> None:
+        self.leases.clear()
+        self.writing.clear()
+
+    def lose(self) -> None:
+        """The daemon dies with everything it knows."""
+        self.available = False
+        slots = [slot for slot, _ in self.ready.values()] + list(self.writing.values())
+        self._free += slots
+        self.ready, self.leases, self.writing = {}, {}, {}
+
+    def _begin(self, name: BlockName) -> int:
+        if name in self.ready or name in self.writing:
+            return PutOutcome.EXISTS
+        if not self._free:
+            victim = next((held for held in self.ready if held not in self.leases), None)
+            if victim is None:
+                return PutOutcome.FULL
+            self._free.append(self.ready.pop(victim)[0])
+        self.writing[name] = self._free.pop()
+        return self.writing[name]
+
+    def _call(self) -> None:
+        if not self.available:
+            raise DaemonUnavailable("the fake daemon is away")
+
+
+class FakeRunner:
+    """Token 7 for every prompt. `bad` names are reported as corrupt once."""
+
+    def __init__(self, ranks: int = 1, token: int = 7) -> None:
+        self.ranks = ranks
+        self.plans: list[StepPlan] = []
+        self.bad: set[BlockName] = set()
+        self.token = token
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        self.plans.append(plan)
+        outcome = StepOutcome()
+        for chunk in plan.chunks:
+            if chunk.sampling is not None:
+                reason = "length" if chunk.output_index + 1 >= chunk.sampling.max_tokens else None
+                outcome.sampled[chunk.request_id] = Sampled(self.token, None, reason)
+        for tail in plan.tails:
+            outcome.drafted[tail.request_id] = Drafted(tuple(range(tail.drafts)), b"", b"")
+        outcome.digests = {store.name: b"d" * 16 for store in plan.stores}
+        outcome.bad = {restore.name for restore in plan.restores} & self.bad
+        self.bad -= outcome.bad
+        return outcome
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,38 @@
+"""A rank's own copies between its pool and the mapped host tier (`prefill.base.Slabs`)."""
+
+import random
+from collections.abc import Sequence
+
+from headrace.ids import SlotIndex
+from headrace.kvstore.base import StoreClient
+from headrace.kvstore.checksum import digest
+from headrace.kvstore.pool import DevicePool
+from headrace.kvstore.transfer import load_slabs, store_slabs
+from headrace.prefill.plan import RestorePlan, StorePlan
+
+
+class ArenaSlabs:
+    """`verify_share` (0..1) of the loads are checked against their digest. Which slots may be read or written is the
+    leader's business: it holds the leases."""
+
+    def __init__(self, pool: DevicePool, client: StoreClient, verify_share: float) -> None:
+        self._pool, self._client, self._verify_share = pool, client, verify_share
+        self._dice = random.Random()
+
+    def load(self, restores: Sequence[RestorePlan]) -> list[int]:
+        views = [self._payload(restore.host_slot) for restore in restores]
+        bad = [
+            i
+            for i, (restore, view) in enumerate(zip(restores, views))
+            if self._dice.random() < self._verify_share and digest(view) != restore.digest
+        ]
+        load_slabs(self._pool, [restore.device_slot for restore in restores], views)
+        return bad
+
+    def store(self, stores: Sequence[StorePlan]) -> list[bytes]:
+        views = [self._payload(store.host_slot) for store in stores]
+        store_slabs(self._pool, [store.device_slot for store in stores], views)
+        return [digest(view) for view in views]
+
+    def _payload(self, host_slot: int) -> memoryview:
+        return self._client.slot_view(SlotIndex(host_slot))[: self._pool.layout.payload_bytes]

@@ -1,0 +1,106 @@
+"""The whole service as a client sees it: one `headrace serve` a session, checked for leftovers at its end."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headrace.deploy.plan import Entries
+
+SMALL = (
+    "router.port=0",
+    "model.device=cpu",
+    "prefill.device_blocks=256",
+    "decode.device_blocks=256",
+    "store.host_bytes=134217728",
+    "deploy.grace_s=2",
+)
+READY_WITHIN_S = 180.0
+GONE_WITHIN_S = 10.0
+
+
+class Service:
+    """A running service: `url`, `endpoints`, `run_dir`."""
+
+    def __init__(self, *overrides: str) -> None:
+        command = [sys.executable, "-P", "-m", "headrace.cli", "serve", "--json"]
+        for item in (*SMALL, *overrides):
+            command += ["--set", item]
+        self.shm_before = set(Path("/dev/shm").iterdir())
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"headrace serve ended with {self.process.wait()} before it was ready; see its output")
+        ready: dict[str, Any] = json.loads(line)
+        self.url: str = ready["url"]
+        self.endpoints: dict[str, str] = ready["endpoints"]
+        self.run_dir = Path(ready["run_dir"])
+
+    def log(self, box: str) -> str:
+        """What a box has logged, e.g. "decode-0.1"."""
+        return (self.run_dir / f"{box}.log").read_text()
+
+    def stop(self) -> None:
+        """SIGTERM, then assert that within ten seconds nothing is left: process, shared memory, port, directory."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        began = time.monotonic()
+        self.process.terminate()
+        code = self.process.wait(GONE_WITHIN_S + 5.0)
+        took = time.monotonic() - began
+        assert code == 0, f"headrace serve ended with {code}"
+        assert took < GONE_WITHIN_S, f"stopping took {took:.1f} s"
+        _, alive = psutil.wait_procs(family, 1.0)
+        assert alive == []
+        assert not self.run_dir.exists()
+        left = {path for path in set(Path("/dev/shm").iterdir()) - self.shm_before if self.run_dir.name in path.name}
+        assert left == set()
+        port = int(self.url.rpartition(":")[2])
+        assert port not in {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def missing_rooms() -> list[str]:
+    """Boxes of the product that cannot be imported: only while rooms are being built."""
+    entries = Entries()
+    found = []
+    for entry in (entries.node, entries.prefill, entries.decode, entries.router):
+        try:
+            spec = importlib.util.find_spec(entry.partition(":")[0])
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None:
+            found.append(entry)
+    return found
+
+
+def launchers() -> list[str]:
+    return ["process", "ray"]
+
+
+@pytest.fixture(scope="session", params=launchers())
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    """The running service, under each launcher. Tests that only need any service take `quick_service`."""
+    yield from _running(request.param)
+
+
+@pytest.fixture(scope="session")
+def quick_service() -> Iterator[Service]:
+    """The running service under the launcher that starts fastest."""
+    yield from _running("process")
+
+
+def _running(launcher: str) -> Iterator[Service]:
+    if missing := missing_rooms():
+        pytest.skip(f"not built yet: {', '.join(missing)}")
+    made = Service(f"deploy.launcher={launcher}")
+    try:
+        yield made
+    finally:
+        made.stop()

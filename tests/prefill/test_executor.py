@@ -1,0 +1,104 @@
+"""One rank, the real tiny model: bytes and tokens equal to the reference engine's."""
+
+import pytest
+import torch
+
+from headrace.prefill.fake import MemoryStore
+from headrace.prefill.testing import PrefillHouse, mono_reference, random_prompt
+
+LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 200]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_bytes_tokens_and_handover_equal_the_reference_engine(length):
+    house = PrefillHouse()
+    tokens = random_prompt(length)
+    answer = house.run(tokens)
+    expected = mono_reference(house.model, tokens)
+    assert answer.first_token == expected.first_token
+    assert answer.handover.draft_tokens == expected.draft_tokens
+    assert answer.handover.mtp_hidden == expected.mtp_hidden
+    assert answer.handover.index_seed == expected.index_seed
+    assert house.slabs(tokens, answer) == expected.slabs
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_chunking_changes_no_byte(chunk):
+    tokens = random_prompt(200)
+    one, many = PrefillHouse(chunk=512), PrefillHouse(chunk=chunk)
+    first, second = one.run(tokens), many.run(tokens)
+    assert first.handover.draft_tokens == second.handover.draft_tokens
+    assert first.handover.mtp_hidden == second.handover.mtp_hidden
+    assert one.slabs(tokens, first) == many.slabs(tokens, second)
+
+
+def test_a_batch_mix_changes_no_byte():
+    prompts = [random_prompt(length, seed) for seed, length in enumerate([150, 64, 1, 70])]
+    together = PrefillHouse(chunk=128)
+    answers = together.run_all(prompts)
+    for tokens, answer in zip(prompts, answers):
+        alone = PrefillHouse()
+        expected = alone.run(tokens)
+        assert together.slabs(tokens, answer) == alone.slabs(tokens, expected)
+        assert answer.first_token == expected.first_token
+        assert answer.handover.draft_tokens == expected.handover.draft_tokens
+
+
+@pytest.mark.parametrize("length", [64, 100, 128, 129])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_hit_gives_the_same_bytes_and_tokens_as_computing(length, tier):
+    house = PrefillHouse()
+    tokens = random_prompt(length)
+    cold = house.run(tokens)
+    expected = house.slabs(tokens, cold)
+    house.close(cold)
+    if tier == "host":
+        house.scheduler.flush()
+        house.pool.latent.fill_(0xAA)
+        house.pool.index.fill_(0xAA)
+    warm = house.run(tokens)
+    hit = min(64 * (length // 64), length - 1)
+    assert warm.cached_tokens == {"device": 0, "host": 0} | {tier: hit}
+    assert warm.first_token == cold.first_token
+    assert warm.handover.draft_tokens == cold.handover.draft_tokens
+    assert warm.handover.mtp_hidden == cold.handover.mtp_hidden
+    assert warm.handover.index_seed == cold.handover.index_seed
+    assert house.slabs(tokens, warm) == expected
+    assert house.scheduler.status()["query_only_rows_total"] == 1
+
+
+def test_two_prompts_that_share_a_block_and_differ_in_the_next_token_share_its_bytes():
+    shared = random_prompt(64)
+    slabs = []
+    for following in (5, 6):
+        house = PrefillHouse()
+        answer = house.run([*shared, following])
+        slabs.append(house.slabs([*shared, following], answer)[0])
+    assert slabs[0] == slabs[1]
+
+
+def test_without_index_sharing_draft_rows_do_not_reach_the_store():
+    house = PrefillHouse(shares_draft_index=False)
+    tokens = random_prompt(62)
+    answer = house.run(tokens)
+    expected = mono_reference(house.model, tokens)
+    assert answer.handover.index_seed == b""
+    assert answer.handover.draft_tokens == expected.draft_tokens
+    row_bytes = house.pool.layout.format.latent_row_bytes
+    plane = house.slabs(tokens, answer)[0][: house.pool.layout.latent_bytes][-64 * row_bytes :]
+    assert plane[62 * row_bytes : 63 * row_bytes] != bytes(row_bytes)
+    assert plane[63 * row_bytes :] == bytes(row_bytes)
+
+
+def test_ranks_carry_nothing_when_all_prompts_are_answered():
+    house = PrefillHouse()
+    house.run_all([random_prompt(length, length) for length in (5, 64, 130)])
+    house.run(random_prompt(30), max_tokens=1)
+    house.drain()
+    assert house.executor.carried == 0
+    assert isinstance(house.store, MemoryStore)
