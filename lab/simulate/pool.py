@@ -10,13 +10,15 @@ One request:
 2. hold the last block of the run (its ancestors have a child here, so nobody can evict them);
 3. evict until the rest of the chain fits; of a chain longer than the pool only the leading part is kept;
 4. insert the rest, parent before child, and let go.
+
+Before each request, a policy with a time to live drops what has expired.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 from headrace.ids import BlockName, SlotIndex
-from headrace.kvstore.base import BlockMeta, EvictionPolicy
+from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy
 from headrace.kvstore.policies import make_policy
 from headrace.kvstore.residents import Resident, Residents
 from headrace.lab.analysis.ideal import HitTally
@@ -49,6 +51,7 @@ class Pool:
         self.inserted = 0
         self.evicted = 0
         self._block_bytes = block_bytes
+        self._policy = policy
         self._residents = Residents(policy)
 
     def __len__(self) -> int:
@@ -64,17 +67,29 @@ class Pool:
         wanted = names[hit : self.capacity_blocks]
         if not wanted:
             return hit
-        if run:
-            residents.hold(run[-1], now_s)
+        above = run[-1] if run else None
+        if above is not None:
+            residents.hold(above, now_s)
         self._make_room(len(wanted), now_s)
-        parent = names[hit - 1] if hit else None
         for depth, name in enumerate(wanted, hit):
-            residents.insert(Resident(BlockMeta(name, parent, depth, self._block_bytes), _NO_SLOT, 0), now_s)
-            parent = name
+            parent = None if above is None else above.meta.name
+            block = Resident(BlockMeta(name, parent, depth, self._block_bytes), _NO_SLOT, 1)
+            residents.insert(block, now_s)
+            if above is not None:
+                # From here on its child keeps it.
+                residents.unhold(above, now_s)
+            above = block
+        assert above is not None
+        residents.unhold(above, now_s)
         self.inserted += len(wanted)
-        if run:
-            residents.unhold(run[-1], now_s)
         return hit
+
+    def expire(self, now_s: float) -> None:
+        """Drop what a policy with a time to live no longer wants, as the host tier does every second or so."""
+        if isinstance(self._policy, ExpiringPolicy):
+            while (name := self._policy.expired(now_s)) is not None:
+                self._residents.remove(name, now_s)
+                self.evicted += 1
 
     def violations(self) -> list[str]:
         over = [f"{len(self)} blocks in a pool of {self.capacity_blocks}"] if len(self) > self.capacity_blocks else []
@@ -108,6 +123,8 @@ def simulate_pool(trace: Trace, policy: str, capacity_blocks: int, leaves_first:
             chain += names[first : first + count]
         if isinstance(made, ClairvoyantPolicy):
             made.at_request(index)
+        if isinstance(pool, Pool):
+            pool.expire(arrival.at_s)
         tally.add(arrival.request, len(chain), pool.request(chain, arrival.at_s))
     return PoolResult(policy, capacity_blocks, tally, pool.inserted, pool.evicted)
 

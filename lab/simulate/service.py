@@ -163,6 +163,7 @@ class Service:
 
     async def _prefill(self, group: str, names: Sequence[BlockName], outcome: Outcome, predicted_s: float) -> None:
         index, node, settings = self.groups[group], self.node, self.settings
+        node.expire(self._clock())
         slots = index.acquire(names)
         device, tokens = len(slots), outcome.prompt_tokens
         host, disk = node.run_below(names, device)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from headrace.ids import BlockName, SlotIndex
-from headrace.kvstore.base import BlockMeta
+from headrace.kvstore.base import BlockMeta, ExpiringPolicy
 from headrace.kvstore.policies import make_policy
 from headrace.kvstore.residents import Resident, Residents
 
@@ -22,7 +22,8 @@ class TierCache:
     def __init__(self, capacity_blocks: int, policy: str, block_bytes: int) -> None:
         self.capacity_blocks = capacity_blocks
         self.block_bytes = block_bytes
-        self._residents = Residents(make_policy(policy, max(capacity_blocks, 1)))
+        self._policy = make_policy(policy, max(capacity_blocks, 1))
+        self._residents = Residents(self._policy)
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -50,18 +51,38 @@ class TierCache:
     def put(self, blocks: Sequence[BlockMeta], now_s: float) -> tuple[int, list[BlockMeta]]:
         """Insert what is not here, parents first, as far as room can be made: a full tier skips the write. Returns how
         many went in and what was evicted for them."""
-        written, evicted = 0, []
+        evicted: list[BlockMeta] = []
+        refused: set[BlockName] = set()
+        written: list[Resident] = []
         for meta in blocks:
             if self.has(meta.name):
                 continue
-            if len(self) >= self.capacity_blocks:
-                victim = self._residents.victim(now_s)
-                if victim is None or victim.meta.name == meta.parent:
-                    break
-                evicted.append(self._residents.remove(victim.meta.name, now_s).meta)
-            self._residents.insert(Resident(meta, _NO_SLOT, 0), now_s)
-            written += 1
-        return written, evicted
+            # As `HostTier.begin_put`: the parent is protected first, or it could make room for its own child.
+            self._residents.adopt(meta.parent, now_s)
+            if meta.parent in refused or not self._room(evicted, now_s):
+                refused.add(meta.name)
+            else:
+                written.append(Resident(meta, _NO_SLOT, 1))
+                self._residents.insert(written[-1], now_s)
+            self._residents.disown(meta.parent, now_s)
+        self.unpin(written, now_s)
+        return len(written), evicted
+
+    def expire(self, now_s: float) -> None:
+        """Drop what a policy with a time to live no longer wants."""
+        if isinstance(self._policy, ExpiringPolicy):
+            while (name := self._policy.expired(now_s)) is not None:
+                self._residents.remove(name, now_s)
+
+    def _room(self, evicted: list[BlockMeta], now_s: float) -> bool:
+        """Make sure that one more fits; what had to go is added to `evicted`."""
+        if len(self) < self.capacity_blocks:
+            return True
+        victim = self._residents.victim(now_s)
+        if victim is None:
+            return False
+        evicted.append(self._residents.remove(victim.meta.name, now_s).meta)
+        return True
 
     def violations(self) -> list[str]:
         over = len(self) > self.capacity_blocks
@@ -86,6 +107,10 @@ class Node:
         self.host = host
         self.disk = disk
         self.moved = Moved()
+
+    def expire(self, now_s: float) -> None:
+        self.host.expire(now_s)
+        self.disk.expire(now_s)
 
     def run_below(self, names: Sequence[BlockName], start: int) -> tuple[int, int]:
         """How many names from `start` on, without a gap, are in the host tier and how many only on disk."""

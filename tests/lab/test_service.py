@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import InputError
-from headrace.ids import BlockName
+from headrace.ids import BlockName, Incarnation
 from headrace.kvstore.base import BlockMeta
+from headrace.kvstore.host_tier import HostTier
+from headrace.kvstore.policies import make_policy
 from headrace.lab import cli
 from headrace.lab.simulate.clock import run_virtual, sleep_until
 from headrace.lab.simulate.costs import PrefillCosts, fit, load
 from headrace.lab.simulate.driver import service_case, simulate_service
+from headrace.lab.simulate.pool import block_names
 from headrace.lab.simulate.service_settings import ServiceSettings
 from headrace.lab.simulate.tiers import TierCache
 from headrace.lab.traces import read_trace
@@ -186,6 +189,31 @@ def test_a_full_tier_of_pinned_blocks_skips_the_write() -> None:
     written, evicted = tier.put([BlockMeta(names[4], None, 0, 1)], 4.0)
     assert (written, [meta.name for meta in evicted]) == (1, [names[2]])
     assert tier.violations() == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gdsf", "density", "ttl:40"])
+def test_the_tier_holds_what_the_host_tier_holds(policy: str) -> None:
+    """The same puts and touches through the daemon's bookkeeping, slots, leases, two phases and all."""
+    now = [0.0]
+    trace = read_trace(DATA / "mooncake.jsonl.gz")
+    host = HostTier(slots=300, slot_bytes=1, policy=make_policy(policy, 300), lease_s=1e9, clock=lambda: now[0])
+    owner = Incarnation("me")
+    host.attach(owner)
+    tier, names = TierCache(300, policy, 1), block_names(trace)
+    for index, arrival in enumerate(trace.arrivals()):
+        now[0] = arrival.at_s + index * 0.5
+        host.tick()
+        tier.expire(now[0])
+        chain = [names[b] for b in arrival.request.blocks()]
+        found = host.match(chain)
+        assert found == next((i for i, n in enumerate(chain) if not tier.has(n)), len(chain))
+        tier.touch(chain[:found], now[0])
+        blocks = [(n, chain[d - 1] if d else None, d) for d, n in enumerate(chain)]
+        slots = host.begin_put(owner, blocks)
+        host.commit_put(owner, [(n, s, b"0" * 16) for n, s in zip(chain, slots) if s >= 0], keep_lease=False)
+        tier.put([BlockMeta(*block, 1) for block in blocks], now[0])
+    assert tier.violations() == []
+    assert set(host.names()) == {n for n in names if tier.has(n)}
 
 
 def test_a_chain_never_evicts_its_own_parent() -> None:
