@@ -105,9 +105,12 @@ class Pool:
             self.evicted += 1
 
 
-def simulate_pool(trace: Trace, policy: str, capacity_blocks: int, leaves_first: bool = True) -> PoolResult:
+def simulate_pool(
+    trace: Trace, policy: str, capacity_blocks: int, leaves_first: bool = True, warmup: float = 0.0
+) -> PoolResult:
     """Replay `trace` in recorded order. `policy` is a name of `kvstore.policies` or of `ORACLES`. `leaves_first`
-    False: as published single-pool tables count (`flat.py`)."""
+    False: as published single-pool tables count (`flat.py`). The first `warmup` share of the requests fills the
+    pool and is not counted."""
     capacity = capacity_blocks if capacity_blocks != UNLIMITED else trace.num_blocks
     arrivals = trace.arrivals()
     names = block_names(trace)
@@ -116,7 +119,7 @@ def simulate_pool(trace: Trace, policy: str, capacity_blocks: int, leaves_first:
     else:
         made = make_policy(policy, capacity)
     pool: Pool | FlatPool = Pool(capacity, made) if leaves_first else FlatPool(capacity, made)
-    tally = HitTally(trace.block_tokens)
+    tally, first_counted = HitTally(trace.block_tokens), int(len(arrivals) * warmup)
     for index, arrival in enumerate(arrivals):
         chain: list[BlockName] = []
         for first, count in arrival.request.runs:
@@ -125,7 +128,9 @@ def simulate_pool(trace: Trace, policy: str, capacity_blocks: int, leaves_first:
             made.at_request(index)
         if isinstance(pool, Pool):
             pool.expire(arrival.at_s)
-        tally.add(arrival.request, len(chain), pool.request(chain, arrival.at_s))
+        hit = pool.request(chain, arrival.at_s)
+        if index >= first_counted:
+            tally.add(arrival.request, len(chain), hit)
     return PoolResult(policy, capacity_blocks, tally, pool.inserted, pool.evicted)
 
 

@@ -35,6 +35,7 @@ class PoolSettings:
         "`leaves`: children before parents, as the store; `any`: as published tables",
         choices=("leaves", "any"),
     )
+    warmup: float = setting(0.0, "Share of the requests that fills the pool uncounted", minimum=0.0, maximum=0.99)
     slab_bytes: int = setting(SLAB_BYTES, "Bytes of 64 tokens, for sizes given in bytes", unit="bytes", minimum=1)
 
 

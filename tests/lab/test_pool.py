@@ -74,6 +74,13 @@ def test_conversation_check_values(conversation: Trace, blocks: int, rate: float
     assert round(simulate_pool(conversation, "lru", blocks, leaves_first=False).tally.block_weighted, 4) == rate
 
 
+@pytest.mark.parametrize(("blocks", "hit_tokens"), [(1_492, 3_400_698), (14_921, 18_178_161)])
+def test_another_simulator_counts_the_same_tokens(conversation: Trace, blocks: int, hit_tokens: int) -> None:
+    """PyPI kvcache-simulator 0.1.3, LRU over a prefix tree, counts the last half of the requests."""
+    tally = simulate_pool(conversation, "lru", blocks, warmup=0.5).tally
+    assert (tally.requests, tally.tokens, tally.hit_tokens) == (6_016, 67_915_607, hit_tokens)
+
+
 @pytest.mark.parametrize(
     ("million_tokens", "rate"),
     [
