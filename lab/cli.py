@@ -6,7 +6,7 @@ import importlib
 
 HELP = "Cache tuning: inspect a trace, simulate tiers and policies, replay against a running service"
 EXAMPLE = "headrace lab inspect conversation.jsonl.gz"
-_COMMANDS = ("inspect", "simulate", "advise", "replay", "bench")
+_COMMANDS = ("inspect", "simulate", "advise", "replay", "bench", "convert")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.errors import InputError
+from headrace.lab import cli
+from headrace.lab.analysis.ideal import ideal_hits
 from headrace.lab.traces import detect, read_trace
 from headrace.lab.traces.form import Trace, take_blocks, to_runs
 from headrace.lab.traces.options import ReadOptions
@@ -187,3 +189,13 @@ def test_runs() -> None:
     assert to_runs([]) == ()
     assert take_blocks(((4, 3), (9, 2)), 4) == ((4, 3), (9, 1))
     assert Trace("x", 64, 0, ()).arrivals() == []
+
+
+def test_converted_logs_hold_no_text(tokenizer: str, tmp_path: Path) -> None:
+    out = tmp_path / "anonymous.jsonl"
+    assert cli.main(["convert", str(DATA / "miniswe.jsonl.xz"), str(out), "--tokenizer", tokenizer]) == 0
+    text = out.read_text()
+    assert "django" not in text.lower()
+    assert "063925220f0d2954" not in text
+    original = read_trace(DATA / "miniswe.jsonl.xz", options=ReadOptions(tokenizer=tokenizer))
+    assert ideal_hits(read_trace(out)).rates() == ideal_hits(original).rates()
