@@ -4,6 +4,7 @@ import argparse
 
 from headrace.errors import InputError
 from headrace.lab.commands.live import add_live_arguments, run_live
+from headrace.lab.live.figures import figures
 from headrace.lab.live.http import Client
 from headrace.lab.live.profiles import CONCURRENCIES, PROFILES, profile_trace
 from headrace.lab.live.replay import ReplaySettings
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     for level in levels:
         settings = ReplaySettings(model=args.model, concurrency=level, seed=args.seed)
         trace = profile_trace(args.profile, level, args.output)
-        row = run_live(client, trace, settings, flush=not args.keep_cache)
+        row = figures(run_live(client, trace, settings, flush=not args.keep_cache))
         rows.append({"profile": args.profile, "concurrency": level, **row})
     if args.csv:
         save(args.csv, to_csv(rows))

@@ -4,9 +4,8 @@ import argparse
 import asyncio
 
 from headrace.errors import HeadraceError, InputError
-from headrace.lab.live.figures import Row, figures
 from headrace.lab.live.http import Client
-from headrace.lab.live.replay import Replay, ReplaySettings
+from headrace.lab.live.replay import Measured, Replay, ReplaySettings
 from headrace.lab.traces.form import Trace
 
 
@@ -19,10 +18,10 @@ def add_live_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", default="", metavar="FILE", help="write CSV")
 
 
-def run_live(client: Client, trace: Trace, settings: ReplaySettings, *, flush: bool) -> Row:
-    """Replay `trace` and sum up. Raises InputError when no request got through."""
+def run_live(client: Client, trace: Trace, settings: ReplaySettings, *, flush: bool) -> list[Measured]:
+    """Replay `trace`. Raises InputError when no request got through."""
 
-    async def go() -> Row:
+    async def go() -> list[Measured]:
         if flush:
             try:
                 await client.call("POST", "/flush_cache")
@@ -31,6 +30,6 @@ def run_live(client: Client, trace: Trace, settings: ReplaySettings, *, flush: b
         results = await Replay(client, trace, settings).run()
         if all(result.error for result in results):
             raise InputError(f"no request succeeded; the first one: {results[0].error}")
-        return figures(results)
+        return results
 
     return asyncio.run(go())

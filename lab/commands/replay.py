@@ -2,13 +2,15 @@
 
 import argparse
 import dataclasses
+import json
 
 from headrace.lab.commands.live import add_live_arguments, run_live
 from headrace.lab.commands.source import add_trace_arguments, load_trace
-from headrace.lab.live.figures import compare
+from headrace.lab.live.figures import compare, figures
 from headrace.lab.live.http import Client
 from headrace.lab.live.replay import ReplaySettings
 from headrace.lab.report.files import save, to_csv, to_json, to_text
+from headrace.lab.simulate.costs import load as load_costs
 from headrace.lab.simulate.driver import service_case
 from headrace.lab.simulate.service_settings import ServiceSettings
 from headrace.lab.simulate.settings import parse_settings
@@ -33,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-output", type=int, default=0, help="cut answers to so many tokens; 0: as recorded")
     parser.add_argument("--compare", action="store_true", help="also simulate, with --set for sizes and speeds")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the simulation")
+    parser.add_argument("--costs", default="", metavar="FILE", help="prefill cost table of the simulation")
+    parser.add_argument(
+        "--save-costs", default="", metavar="FILE", help="write a cost table from this run; use --concurrency 1"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
     settings = ReplaySettings(
         model=args.model, loop=args.loop, time_scale=args.time_scale, concurrency=args.concurrency
     )  # fmt: skip
-    measured = run_live(Client(args.url, args.api_key), trace, settings, flush=not args.keep_cache)
+    results = run_live(Client(args.url, args.api_key), trace, settings, flush=not args.keep_cache)
+    if args.save_costs:
+        points = [[r.prompt_tokens - r.cached_tokens, r.cached_tokens, r.ttft_s] for r in results if not r.error]
+        save(args.save_costs, json.dumps(points))
+    measured = figures(results)
     rows = [measured]
     columns: tuple[str, ...] = (
         "requests",
@@ -80,4 +90,5 @@ def cut_answers(trace: Trace, most: int) -> Trace:
 def _simulated(args: argparse.Namespace) -> ServiceSettings:
     """What was replayed, with sizes and speeds as the user gives them. Live prompts never hold earlier answers."""
     driven = [f"loop={args.loop}", f"time_scale={args.time_scale}", f"concurrency={args.concurrency}"]
-    return parse_settings(ServiceSettings, ["publish_answers=false", *args.set, *driven])
+    settings = parse_settings(ServiceSettings, ["publish_answers=false", *args.set, *driven])
+    return dataclasses.replace(settings, **dataclasses.asdict(load_costs(args.costs))) if args.costs else settings

@@ -147,5 +147,5 @@ def _read_usage(usage: dict[str, Any], result: Measured) -> None:
     details = usage.get("prompt_tokens_details") or {}
     result.prompt_tokens = int(usage["prompt_tokens"])
     result.cached_tokens = int(details.get("cached_tokens") or 0)
-    result.by_tier = {str(k): int(v) for k, v in (usage.get("cached_tokens_by_tier") or {}).items()}
+    result.by_tier = {str(k): int(v) for k, v in (details.get("cached_tokens_by_tier") or {}).items()}
     result.answer_tokens = int(usage["completion_tokens"])

@@ -97,13 +97,21 @@ def test_replay_measures_the_ideal_hits_of_an_endless_store(service: str, small:
 
 
 def test_command_compares_with_the_simulation(service: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = str(tmp_path / "costs.json")
     source = str(DATA / "weka.jsonl.gz")
     arguments = ["replay", source, "--url", service, "--sessions", "1", "--shrink", "256", "--time-scale", "1e6"]
-    assert cli.main([*arguments, "--compare", "--max-output", "3", "--csv", str(tmp_path / "c.csv")]) == 0
+    assert (
+        cli.main(
+            [*arguments, "--compare", "--max-output", "3", "--csv", str(tmp_path / "c.csv"), "--save-costs", costs]
+        )
+        == 0
+    )
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert abs(float(lines["hit"][1]) - float(lines["hit"][2])) < 0.01
     assert lines["hit"][-1] == "points"
+    assert float(lines["hit_host"][1]) == float(lines["hit"][1]), "the fake's hits all come from its host tier"
     assert "ttft_p50_s" in (tmp_path / "c.csv").read_text()
+    assert cli.main([*arguments, "--compare", "--max-output", "3", "--costs", costs]) == 0
 
 
 def test_bench_shares_nine_tenths(service: str, capsys: pytest.CaptureFixture[str]) -> None:
