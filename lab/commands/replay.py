@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the simulation")
     parser.add_argument("--costs", default="", metavar="FILE", help="prefill cost table of the simulation")
     parser.add_argument(
-        "--save-costs", default="", metavar="FILE", help="write a cost table from this run; use --concurrency 1"
+        "--save-costs", default="", metavar="FILE", help="write a cost table from this run: one request at a time"
     )
 
 
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_output:
         trace = cut_answers(trace, args.max_output)
     settings = ReplaySettings(
-        model=args.model, loop=args.loop, time_scale=args.time_scale, concurrency=args.concurrency
+        model=args.model, loop=args.loop, time_scale=args.time_scale, concurrency=args.concurrency,
+        in_flight=1 if args.save_costs else 0,
     )  # fmt: skip
     results = run_live(Client(args.url, args.api_key), trace, settings, flush=not args.keep_cache)
     if args.save_costs:

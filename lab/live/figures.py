@@ -8,7 +8,7 @@ import numpy as np
 from headrace.lab.live.replay import Measured
 
 Row = dict[str, Any]
-COMPARED = ("hit", "hit_device", "hit_host", "ttft_p50_s", "ttft_p90_s", "total_p50_s", "total_p90_s", "refused")
+COMPARED = ("hit", "hit_device", "hit_host", "ttft_p50_s", "ttft_p90_s", "total_p50_s", "total_p90_s", "unserved")
 
 
 def figures(results: Sequence[Measured]) -> Row:
@@ -21,6 +21,7 @@ def figures(results: Sequence[Measured]) -> Row:
         "requests": len(results),
         "refused": sum(r.refused for r in results),
         "failed": sum(bool(r.error) and not r.refused for r in results),
+        "unserved": sum(bool(r.error) for r in results),
         "hit": sum(r.cached_tokens for r in good) / prompt,
         **tiers,
         **_percentiles("ttft", [r.ttft_s for r in good]),

@@ -24,6 +24,8 @@ class ReplaySettings:
     time_scale: float = 1.0
     concurrency: int = 0
     """Most sessions at once; 0: no limit."""
+    in_flight: int = 0
+    """Most requests at once, waiting at the client uncounted; 0: no limit. 1 measures costs without any queue."""
     max_output: int = 0
     """Answers are cut to so many tokens; 0: as recorded."""
     timeout_s: float = 600.0
@@ -61,6 +63,7 @@ class Replay:
         for index, session in enumerate(trace.sessions):
             if session.parent is not None:
                 self._children.setdefault((session.parent, session.after_request), []).append(index)
+        self._flight = asyncio.Semaphore(settings.in_flight or 1 << 30)
         self._slots = asyncio.Semaphore(settings.concurrency or len(trace.sessions) + 1)
         self.results: list[Measured] = []
 
@@ -108,9 +111,10 @@ class Replay:
             "model": self._model, "prompt": self._prompts.tokens(request, index), "max_tokens": wanted,
             "ignore_eos": True, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        result = Measured(request.input_tokens, started_s=self._now())
+        result = Measured(request.input_tokens)
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with self._flight, asyncio.timeout(self._settings.timeout_s):
+                result.started_s = self._now()
                 await self._stream(body, result)
         except CapacityError as error:
             result.refused, result.error = True, str(error)

@@ -134,6 +134,7 @@ def _figures(run: _Run, ended_s: float) -> Row:
     return {
         "requests": len(run.outcomes),
         "refused": sum(o.refused for o in run.outcomes),
+        "unserved": sum(o.refused for o in run.outcomes),
         "hit": sum(o.hit_tokens for o in served) / prompt,
         "hit_device": sum(o.device_tokens for o in served) / prompt,
         "hit_host": sum(o.host_tokens for o in served) / prompt,
