@@ -14,6 +14,7 @@ _BUILT_IN = {
     "s3fifo": "headrace.kvstore.policies.s3fifo:S3FifoPolicy",
     "arc": "headrace.kvstore.policies.arc:ArcPolicy",
     "gdsf": "headrace.kvstore.policies.gdsf:GdsfPolicy",
+    "density": "headrace.kvstore.policies.density:DensityPolicy",
     "ttl": "headrace.kvstore.policies.ttl:TtlPolicy",
 }
 

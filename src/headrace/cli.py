@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": "what this machine has, and what would stop a start",
     "status": "ask a running service how it is",
     "generate": "complete a prompt in one process, without the service",
+    "lab": "inspect a trace, simulate caches and the service, replay, benchmark",
     "version": "versions of Headrace and what it runs on",
 }
 

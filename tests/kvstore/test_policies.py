@@ -188,7 +188,7 @@ def test_ttl_expires_in_order_of_insertion():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ConfigError, match="'mru' is not known; known: arc, gdsf, lfu, lru, s3fifo, ttl"):
+    with pytest.raises(ConfigError, match="'mru' is not known; known: arc, density, gdsf, lfu, lru, s3fifo, ttl"):
         make_policy("mru", 8)
     for bad in ("ttl:soon", "ttl:0", "gdsf:x", "gdsf:-1"):
         with pytest.raises(ConfigError, match="number"):

@@ -1,0 +1,1 @@
+"""What a trace holds, before any cache is simulated."""

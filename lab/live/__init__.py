@@ -1,0 +1,1 @@
+"""The same traces against a running service, over HTTP."""

@@ -1,0 +1,1 @@
+"""Reports: CSV, JSON, and one HTML page that needs no network."""

@@ -1,0 +1,1 @@
+"""Simulation of caches and of the service, with the classes that production runs."""
