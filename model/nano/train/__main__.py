@@ -34,8 +34,9 @@ def _tokenizer(args: argparse.Namespace) -> None:
 
 
 def _fit(args: argparse.Namespace) -> None:
-    plan = Plan(args.budget_s, args.stop_after_s or args.minutes * 60, args.rate, args.shrink, not args.eager,
-                args.log_every)
+    plan = Plan(
+        args.budget_s, args.stop_after_s or args.minutes * 60, args.rate, args.shrink, not args.eager, args.log_every
+    )
     trainer = Trainer(NanoShape(), Corpus.load(args.corpus), args.device, plan)
     if args.resume:
         trainer.load(args.state)
@@ -59,11 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m headrace.model.nano.train", description=__doc__)
     verbs = parser.add_subparsers(required=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, run, text in (("corpus", _corpus, "gather and encode the training text"),
-                            ("tokenizer", _tokenizer, "train the tokenizer on the same text"),
-                            ("fit", _fit, "train, then export"),
-                            ("report", _report, "measure an exported checkpoint"),
-                            ("random", _random, "write an untrained checkpoint")):
+    for name, run, text in (
+        ("corpus", _corpus, "gather and encode the training text"),
+        ("tokenizer", _tokenizer, "train the tokenizer on the same text"),
+        ("fit", _fit, "train, then export"),
+        ("report", _report, "measure an exported checkpoint"),
+        ("random", _random, "write an untrained checkpoint"),
+    ):
         verb = verbs.add_parser(name, help=text)
         verb.set_defaults(run=run)
         verb.add_argument("--checkpoint", type=Path, default=checkpoint_path(), help="folder with the tokenizer")

@@ -147,8 +147,11 @@ class Attention(nn.Module):
         rows = torch.arange(x.shape[1], device=x.device)
         step = max(1, (1 << 26) // x.shape[1] ** 2)
         parts = [
-            select(self.indexer.scores(q[i : i + step], weights[i : i + step], keys[i : i + step]), rows,
-                   self.shape.index_topk)
+            select(
+                self.indexer.scores(q[i : i + step], weights[i : i + step], keys[i : i + step]),
+                rows,
+                self.shape.index_topk,
+            )
             for i in range(0, x.shape[0], step)
         ]
         return torch.cat(parts)

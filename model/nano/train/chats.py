@@ -15,12 +15,28 @@ import jinja2
 
 Message = dict[str, Any]
 MAX_CODE_CHARS = 2_400
-ASK_BODY = ("Complete this Python function.", "Finish this function:", "Fill in the body.", "Implement this function.",
-            "Complete the following code.", "Please complete this code:")
-ASK_MORE = ("Continue this code.", "Continue the file below.", "What comes next in this file?",
-            "Keep writing this module:")
-SYSTEM = ("You are a helpful coding assistant.", "You write Python code.", "Answer with code only.",
-          "You are a coding agent working in a repository.")
+ASK_BODY = (
+    "Complete this Python function.",
+    "Finish this function:",
+    "Fill in the body.",
+    "Implement this function.",
+    "Complete the following code.",
+    "Please complete this code:",
+)
+ASK_MORE = (
+    "Continue this code.",
+    "Continue the file below.",
+    "What comes next in this file?",
+    "Keep writing this module:",
+)
+SYSTEM = (
+    "You are a helpful coding assistant.",
+    "You write Python code.",
+    "Answer with code only.",
+    "You are a coding agent working in a repository.",
+)
+
+
 def _tool(name: str, description: str, required: tuple[str, ...], **types: str) -> dict[str, Any]:
     properties = {key: {"type": kind} for key, kind in types.items()}
     parameters = {"type": "object", "properties": properties, "required": list(required)}
@@ -58,8 +74,11 @@ class Function:
 
 
 def _call_names(node: ast.AST) -> tuple[str, ...]:
-    names = [n.func.attr if isinstance(n.func, ast.Attribute) else getattr(n.func, "id", "")
-             for n in ast.walk(node) if isinstance(n, ast.Call)]
+    names = [
+        n.func.attr if isinstance(n.func, ast.Attribute) else getattr(n.func, "id", "")
+        for n in ast.walk(node)
+        if isinstance(n, ast.Call)
+    ]
     return tuple(dict.fromkeys(n for n in names if n))[:3]
 
 
@@ -79,8 +98,10 @@ def functions_of(source: str) -> list[Function]:
             continue
         start = node.body[0].end_lineno if summary else code[0].lineno - 1
         dedent = node.col_offset
-        header, body = ("".join(line[dedent:] if line.strip() else line for line in part)
-                        for part in (lines[node.lineno - 1 : start], lines[start or 0 : node.end_lineno]))
+        header, body = (
+            "".join(line[dedent:] if line.strip() else line for line in part)
+            for part in (lines[node.lineno - 1 : start], lines[start or 0 : node.end_lineno])
+        )
         arguments = tuple(a.arg for a in node.args.args if a.arg != "self")[:5]
         if len(header) + len(body) <= MAX_CODE_CHARS:
             found.append(Function(node.name, header, body, arguments, summary, _call_names(node)))
@@ -124,17 +145,31 @@ def _tool_chat(rng: random.Random, path: str, source: str, functions: list[Funct
     seen = source[: rng.choice((800, 2_000, 4_000))]
     messages: list[Message] = [
         {"role": "user", "content": f"Add a function `{function.name}` to {path}. {function.summary}".strip()},
-        {"role": "assistant", "reasoning_content": f"First read {path}.", "content": "",
-         "tool_calls": [_call("read_file", path=path)]},
+        {
+            "role": "assistant",
+            "reasoning_content": f"First read {path}.",
+            "content": "",
+            "tool_calls": [_call("read_file", path=path)],
+        },
         {"role": "tool", "content": seen},
-        {"role": "assistant", "reasoning_content": function.plan, "content": "",
-         "tool_calls": [_call("append_file", path=path, text=function.code)]},
+        {
+            "role": "assistant",
+            "reasoning_content": function.plan,
+            "content": "",
+            "tool_calls": [_call("append_file", path=path, text=function.code)],
+        },
         {"role": "tool", "content": "ok"},
     ]
     if rng.random() < 0.5:
-        messages += [{"role": "assistant", "reasoning_content": "Now run the tests.", "content": "",
-                      "tool_calls": [_call("run_tests", path=path, verbose=rng.random() < 0.5)]},
-                     {"role": "tool", "content": f"{rng.randrange(1, 60)} passed"}]
+        messages += [
+            {
+                "role": "assistant",
+                "reasoning_content": "Now run the tests.",
+                "content": "",
+                "tool_calls": [_call("run_tests", path=path, verbose=rng.random() < 0.5)],
+            },
+            {"role": "tool", "content": f"{rng.randrange(1, 60)} passed"},
+        ]
     return [*messages, {"role": "assistant", "content": f"I added `{function.name}` to {path}."}]
 
 

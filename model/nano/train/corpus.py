@@ -15,8 +15,21 @@ from pathlib import Path
 from headrace.model.nano.train.licences import permissive_licence
 
 # Vendored copies carry their own licences and would leak held-out packages into the training set.
-SKIPPED_FOLDERS = {"_vendor", "vendor", "vendored", "_vendored", "externals", "third_party", "node_modules",
-                   "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__", "extern"}
+SKIPPED_FOLDERS = {
+    "_vendor",
+    "vendor",
+    "vendored",
+    "_vendored",
+    "externals",
+    "third_party",
+    "node_modules",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "extern",
+}
 HELD_OUT = frozenset({"click", "werkzeug", "seaborn", "toolz", "humanize", "sortedcontainers", "flax", "treescope"})
 MIN_FILE_BYTES, MAX_FILE_BYTES = 256, 160_000
 # No single package may be more than this share of the corpus budget: the largest are repetitive.
@@ -97,8 +110,12 @@ def gather() -> tuple[list[Package], list[Package], list[str]]:
     """Training packages, held-out packages, and `name: reason` for each distribution left out."""
     refused: list[str] = []
     candidates = _candidates(refused)
-    wanted = [(package, name, path) for package, sources in candidates for name, path in sources
-              if not set(Path(name).parts[:-1]) & SKIPPED_FOLDERS]
+    wanted = [
+        (package, name, path)
+        for package, sources in candidates
+        for name, path in sources
+        if not set(Path(name).parts[:-1]) & SKIPPED_FOLDERS
+    ]
     with multiprocessing.Pool() as pool:
         loaded = pool.map(_load, [path for _, _, path in wanted], chunksize=32)
     seen: set[bytes] = set()
@@ -120,10 +137,18 @@ def data_sheet(training: list[Package], held_out: list[Package], refused: list[s
     for title, packages in (("Trained on", training), ("Held out for validation", held_out)):
         total = sum(p.text_bytes for p in packages)
         files = sum(len(p.documents) for p in packages)
-        lines += [f"## {title}", "", f"{len(packages)} packages, {files:,} files, {total:,} bytes.", "",
-                  "| package | version | licence | files | bytes |", "|---|---|---|--:|--:|"]
-        lines += [f"| {p.name} | {p.version} | {p.licence} | {len(p.documents):,} | {p.text_bytes:,} |"
-                  for p in sorted(packages, key=lambda p: -p.text_bytes)]
+        lines += [
+            f"## {title}",
+            "",
+            f"{len(packages)} packages, {files:,} files, {total:,} bytes.",
+            "",
+            "| package | version | licence | files | bytes |",
+            "|---|---|---|--:|--:|",
+        ]
+        lines += [
+            f"| {p.name} | {p.version} | {p.licence} | {len(p.documents):,} | {p.text_bytes:,} |"
+            for p in sorted(packages, key=lambda p: -p.text_bytes)
+        ]
         lines.append("")
     lines += ["## Installed, but left out", "", *(f"* {reason}" for reason in refused), ""]
     return "\n".join(lines)

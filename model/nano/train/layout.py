@@ -25,8 +25,10 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _fp8(name: str, out: int, inner: int) -> list[TensorSpec]:
-    return [TensorSpec(f"{name}.weight", (out, inner), "F8_E4M3"),
-            TensorSpec(f"{name}.weight_scale_inv", scale_shape((out, inner)), "F32")]
+    return [
+        TensorSpec(f"{name}.weight", (out, inner), "F8_E4M3"),
+        TensorSpec(f"{name}.weight_scale_inv", scale_shape((out, inner)), "F32"),
+    ]
 
 
 def _bf16(name: str, *shape: int) -> TensorSpec:
@@ -34,8 +36,11 @@ def _bf16(name: str, *shape: int) -> TensorSpec:
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> list[TensorSpec]:
-    return [*_fp8(f"{prefix}.gate_proj", inner, hidden), *_fp8(f"{prefix}.up_proj", inner, hidden),
-            *_fp8(f"{prefix}.down_proj", hidden, inner)]
+    return [
+        *_fp8(f"{prefix}.gate_proj", inner, hidden),
+        *_fp8(f"{prefix}.up_proj", inner, hidden),
+        *_fp8(f"{prefix}.down_proj", hidden, inner),
+    ]
 
 
 def _attention(prefix: str, s: NanoShape) -> list[TensorSpec]:
@@ -62,8 +67,10 @@ def _indexer(prefix: str, s: NanoShape) -> list[TensorSpec]:
 
 
 def _moe(prefix: str, s: NanoShape) -> list[TensorSpec]:
-    specs = [_bf16(f"{prefix}.gate.weight", s.n_routed_experts, s.hidden_size),
-             TensorSpec(f"{prefix}.gate.e_score_correction_bias", (s.n_routed_experts,), "F32")]
+    specs = [
+        _bf16(f"{prefix}.gate.weight", s.n_routed_experts, s.hidden_size),
+        TensorSpec(f"{prefix}.gate.e_score_correction_bias", (s.n_routed_experts,), "F32"),
+    ]
     for expert in range(s.n_routed_experts):
         specs += _mlp(f"{prefix}.experts.{expert}", s.hidden_size, s.moe_intermediate_size)
     return specs + _mlp(f"{prefix}.shared_experts", s.hidden_size, s.moe_intermediate_size)
@@ -71,9 +78,11 @@ def _moe(prefix: str, s: NanoShape) -> list[TensorSpec]:
 
 def _layer(layer: int, s: NanoShape) -> list[TensorSpec]:
     prefix = f"model.layers.{layer}"
-    specs = [_bf16(f"{prefix}.input_layernorm.weight", s.hidden_size),
-             _bf16(f"{prefix}.post_attention_layernorm.weight", s.hidden_size),
-             *_attention(f"{prefix}.self_attn", s)]
+    specs = [
+        _bf16(f"{prefix}.input_layernorm.weight", s.hidden_size),
+        _bf16(f"{prefix}.post_attention_layernorm.weight", s.hidden_size),
+        *_attention(f"{prefix}.self_attn", s),
+    ]
     if s.has_indexer(layer):
         specs += _indexer(f"{prefix}.self_attn.indexer", s)
     if s.is_dense(layer):
@@ -81,9 +90,12 @@ def _layer(layer: int, s: NanoShape) -> list[TensorSpec]:
     else:
         specs += _moe(f"{prefix}.mlp", s)
     if layer == s.mtp_layer:
-        specs += [_bf16(f"{prefix}.enorm.weight", s.hidden_size), _bf16(f"{prefix}.hnorm.weight", s.hidden_size),
-                  _bf16(f"{prefix}.eh_proj.weight", s.hidden_size, 2 * s.hidden_size),
-                  _bf16(f"{prefix}.shared_head.norm.weight", s.hidden_size)]
+        specs += [
+            _bf16(f"{prefix}.enorm.weight", s.hidden_size),
+            _bf16(f"{prefix}.hnorm.weight", s.hidden_size),
+            _bf16(f"{prefix}.eh_proj.weight", s.hidden_size, 2 * s.hidden_size),
+            _bf16(f"{prefix}.shared_head.norm.weight", s.hidden_size),
+        ]
     return specs
 
 

@@ -55,8 +55,14 @@ class Trainer:
             self.model.compile_parts()
 
     def save(self, path: Path) -> None:
-        torch.save({"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(),
-                    "progress": vars(self.progress)}, path)
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "optimiser": self.optimiser.state_dict(),
+                "progress": vars(self.progress),
+            },
+            path,
+        )
 
     def load(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
@@ -134,6 +140,9 @@ class Trainer:
         main = losses.main.item()  # waits for the device, so the rate below is honest
         rate = (self.progress.tokens - mark[1]) / (time.monotonic() - mark[0])
         worst = max((load.max().item() for load in losses.loads.values()), default=0.0)
-        print(f"{self.progress.elapsed_s:6.0f}s step {self.progress.steps:5d} {self.progress.tokens / 1e6:7.1f}M "
-              f"{stage.name:10s} {rate / 1e3:6.0f}k tok/s  main {main:.3f}  drafts {show(losses.drafts)}  "
-              f"indexers {show(losses.indexers)}  top load {worst:.2f}", flush=True)
+        print(
+            f"{self.progress.elapsed_s:6.0f}s step {self.progress.steps:5d} {self.progress.tokens / 1e6:7.1f}M "
+            f"{stage.name:10s} {rate / 1e3:6.0f}k tok/s  main {main:.3f}  drafts {show(losses.drafts)}  "
+            f"indexers {show(losses.indexers)}  top load {worst:.2f}",
+            flush=True,
+        )

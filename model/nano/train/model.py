@@ -128,9 +128,7 @@ class NanoModel(nn.Module):
         both = torch.cat((self.enorm(self.embed(tokens)), self.hnorm(hidden)), -1)
         return functional.linear(both, self.eh_proj.to(both.dtype))
 
-    def trunk(
-        self, tokens: Tensor, mode: Mode, rows: Tensor | None, losses: Losses | None = None
-    ) -> Tensor:
+    def trunk(self, tokens: Tensor, mode: Mode, rows: Tensor | None, losses: Losses | None = None) -> Tensor:
         """Hidden state after the final norm [B, T, H] of tokens [B, T]; adds indexer losses and loads to `losses`."""
         x = self.embed(tokens)
         table = rotary_table(torch.arange(tokens.shape[1], device=x.device), self.shape)
@@ -214,9 +212,7 @@ class NanoModel(nn.Module):
         logits = self.head(hidden)
         losses.main = self.hard_loss(logits.flatten(0, 1), tokens[:, 1 : length + 1].flatten())
         share = max(1, int(tokens.shape[0] * chain_share))
-        states = self.draft(
-            hidden, lambda step, _: tokens[:, 1 + step : 1 + step + length], mode, rows, share, losses
-        )
+        states = self.draft(hidden, lambda step, _: tokens[:, 1 + step : 1 + step + length], mode, rows, share, losses)
         losses.drafts = self.draft_losses(states, logits, tokens, mode)
         return losses
 

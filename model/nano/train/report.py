@@ -125,12 +125,12 @@ def sample(model: NanoModel, tokenizer: Tokenizer, prompt: str, count: int, mode
 
 
 PROMPTS = (
-    "def is_prime(n: int) -> bool:\n    \"\"\"Return True if n is a prime number.\"\"\"\n",
-    "import os\nimport json\n\n\ndef load_config(path):\n    \"\"\"Load a JSON file and return its content.\"\"\"\n",
-    "class Stack:\n    \"\"\"A last-in, first-out stack.\"\"\"\n\n    def __init__(self):\n",
+    'def is_prime(n: int) -> bool:\n    """Return True if n is a prime number."""\n',
+    'import os\nimport json\n\n\ndef load_config(path):\n    """Load a JSON file and return its content."""\n',
+    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n',
     (
-        "[gMASK]<sop><|user|>Complete this Python function.\n\ndef read_lines(path, encoding=\"utf-8\"):\n"
-        "    \"\"\"Read a text file and return its lines.\"\"\"\n<|assistant|><think></think>"
+        '[gMASK]<sop><|user|>Complete this Python function.\n\ndef read_lines(path, encoding="utf-8"):\n'
+        '    """Read a text file and return its lines."""\n<|assistant|><think></think>'
     ),
     (
         "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>Write a Python function `clamp`. "
@@ -149,15 +149,19 @@ def _long_context(model: NanoModel, held_out: Stream) -> str:
 def acceptance_lines(model: NanoModel, held_out: Stream, prompts: int, length: int, count: int) -> list[str]:
     """Table rows of accepted tokens a verify step: on greedy text, on sampled text, and along the files themselves."""
     starts = even_windows(held_out, prompts, length)
-    texts = {"greedy": generate(model, starts, count, SERVED),
-             "temperature 1": generate(model, starts, count, SERVED, temperature=1.0),
-             "held-out text itself": even_windows(held_out, prompts, length + count)}
+    texts = {
+        "greedy": generate(model, starts, count, SERVED),
+        "temperature 1": generate(model, starts, count, SERVED, temperature=1.0),
+        "held-out text itself": even_windows(held_out, prompts, length + count),
+    }
     lines = []
     for name, tokens in texts.items():
         got = measure_acceptance(model, tokens, length, SERVED)
         rates = ", ".join(f"{rate:.3f}" for rate in got.by_draft)
-        lines.append(f"| accepted tokens a verify step, 4 drafts, {name} | {got.mean_tokens:.3f} "
-                     f"({got.steps} steps; draft 1–4: {rates}) |")
+        lines.append(
+            f"| accepted tokens a verify step, 4 drafts, {name} | {got.mean_tokens:.3f} "
+            f"({got.steps} steps; draft 1–4: {rates}) |"
+        )
     return lines
 
 

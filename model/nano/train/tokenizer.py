@@ -14,17 +14,45 @@ from headrace.model.nano.train.shape import NanoShape
 
 # Position i is id base_vocab_size + i. The order is GLM's, so offsets between them match GLM-5.2's.
 CONTROL_TOKENS = (
-    "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>",
-    "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
-    "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
-    "<|begin_of_audio|>", "<|end_of_audio|>", "<|begin_of_transcription|>", "<|end_of_transcription|>",
-    "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>",
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|begin_of_audio|>",
+    "<|end_of_audio|>",
+    "<|begin_of_transcription|>",
+    "<|end_of_transcription|>",
+    "<|code_prefix|>",
+    "<|code_middle|>",
+    "<|code_suffix|>",
 )
 # Added but not "special": decoding with skip_special_tokens keeps them, because parsers need to see them.
 MARKUP_TOKENS = (
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
-    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink",
-    "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+    "<|begin_of_box|>",
+    "<|end_of_box|>",
+    "<|image|>",
+    "<|video|>",
 )
 ADDED_TOKENS = CONTROL_TOKENS + MARKUP_TOKENS
 # English contractions, words with one leading symbol, up to three digits, symbol runs, line ends, white space.

@@ -75,8 +75,11 @@ def _chats_about(job: tuple[int, str, str]) -> list[str]:
 def conversations(packages: list[Package], template: Path, seed: int = 1) -> list[str]:
     """Shuffled conversations about a share of the files."""
     rng = random.Random(seed)
-    jobs = [(i, path, text) for i, (path, text) in enumerate(d for p in packages for d in p.documents)
-            if rng.random() < CHAT_FILE_SHARE]
+    jobs = [
+        (i, path, text)
+        for i, (path, text) in enumerate(d for p in packages for d in p.documents)
+        if rng.random() < CHAT_FILE_SHARE
+    ]
     with multiprocessing.Pool(initializer=_start_maker, initargs=(template,)) as pool:
         chats = [chat for made in pool.map(_chats_about, jobs, chunksize=64) for chat in made]
     rng.shuffle(chats)

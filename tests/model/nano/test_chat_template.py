@@ -11,8 +11,16 @@ from headrace.model.nano import checkpoint_path
 MAX = "[gMASK]<sop><|system|>Reasoning Effort: Max"
 PLAIN = "[gMASK]<sop>"
 USER = {"role": "user", "content": "U"}
-TOOL = {"type": "function", "strict": True, "function": {
-    "name": "read", "description": "Lit « é »", "strict": True, "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "strict": True,
+    "function": {
+        "name": "read",
+        "description": "Lit « é »",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 def render(messages: list[dict[str, Any]], **options: Any) -> str:
@@ -63,7 +71,8 @@ def test_deferred_loading_flag_is_dropped_from_bare_tools():
 def test_old_reasoning_is_dropped_and_recent_kept():
     turn = {"role": "assistant", "reasoning_content": " R ", "content": "  A\n"}
     assert render([USER, turn, USER], enable_thinking=False) == (
-        f"{PLAIN}<|user|>U<|assistant|><think></think>A<|user|>U")
+        f"{PLAIN}<|user|>U<|assistant|><think></think>A<|user|>U"
+    )
     assert render([USER, turn], enable_thinking=False) == f"{PLAIN}<|user|>U<|assistant|><think>R</think>A"
 
 
@@ -81,9 +90,19 @@ def test_reasoning_inside_the_content_is_recognised():
 
 
 def test_tool_loop_keeps_reasoning_and_groups_results():
-    call = {"role": "assistant", "content": None, "reasoning_content": "R", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"s": "a b", "n": 3, "l": ["é", None]}}},
-        {"name": "g", "arguments": {}}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "R",
+        "tool_calls": [
+            {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "f", "arguments": {"s": "a b", "n": 3, "l": ["é", None]}},
+            },
+            {"name": "g", "arguments": {}},
+        ],
+    }
     results = [{"role": "tool", "tool_call_id": "1", "content": "one"}, {"role": "tool", "content": "two"}]
     text = render([USER, call, *results], enable_thinking=False, add_generation_prompt=True)
     assert text == (
@@ -91,7 +110,8 @@ def test_tool_loop_keeps_reasoning_and_groups_results():
         "<tool_call>f<arg_key>s</arg_key><arg_value>a b</arg_value><arg_key>n</arg_key><arg_value>3</arg_value>"
         '<arg_key>l</arg_key><arg_value>["é", null]</arg_value></tool_call><tool_call>g</tool_call>'
         "<|observation|><tool_response>one</tool_response><tool_response>two</tool_response>"
-        "<|assistant|><think></think>")
+        "<|assistant|><think></think>"
+    )
 
 
 def test_two_runs_of_results_get_two_observations():

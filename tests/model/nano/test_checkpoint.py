@@ -32,8 +32,15 @@ def config() -> dict:
 
 def test_files_fit_the_repository():
     names = {path.name for path in FOLDER.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
-                     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= LIMIT_BYTES
 
 
@@ -62,8 +69,7 @@ def test_dimensions_in_the_config_match_the_tensors(config):
     prefix = "model.layers.0.self_attn"
     assert (latent, rope, config["index_head_dim"]) == (512, 64, 128)  # fixed by the cache row formats
     assert shapes[f"{prefix}.kv_a_proj_with_mqa.weight"] == (latent + rope, config["hidden_size"])
-    assert shapes[f"{prefix}.kv_b_proj.weight"] == (
-        heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), latent)
+    assert shapes[f"{prefix}.kv_b_proj.weight"] == (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), latent)
     assert shapes[f"{prefix}.q_b_proj.weight"] == (heads * config["qk_head_dim"], config["q_lora_rank"])
     assert config["qk_head_dim"] == config["qk_nope_head_dim"] + rope
     assert shapes["lm_head.weight"] == (config["vocab_size"], config["hidden_size"])

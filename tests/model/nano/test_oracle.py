@@ -106,8 +106,10 @@ def test_drafts_follow_unseen_code(model, tokens):
 
 
 def test_a_chat_turn_is_code_and_ends(model, tokenizer):
-    prompt = ("[gMASK]<sop><|user|>Complete this Python function.\n\ndef area(width, height):\n"
-              '    """Return the area of a rectangle."""\n<|assistant|><think></think>')
+    prompt = (
+        "[gMASK]<sop><|user|>Complete this Python function.\n\ndef area(width, height):\n"
+        '    """Return the area of a rectangle."""\n<|assistant|><think></think>'
+    )
     answer = sample(model, tokenizer, prompt, 64)
     assert answer.startswith("def area(width, height):")
     assert "return" in answer

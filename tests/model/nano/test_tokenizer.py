@@ -92,6 +92,7 @@ def test_transformers_loads_the_folder():
     loaded = transformers.AutoTokenizer.from_pretrained(str(checkpoint_path()))
     assert loaded.eos_token == "<|endoftext|>"
     assert loaded.chat_template
-    prompt = loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, enable_thinking=False,
-                                        add_generation_prompt=True)
+    prompt = loaded.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, enable_thinking=False, add_generation_prompt=True
+    )
     assert prompt == "[gMASK]<sop><|user|>Hi<|assistant|><think></think>"

@@ -81,21 +81,31 @@ def metadata(**fields: str | list[str]) -> Message:
     return message
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
-    ({"License_Expression": "MIT"}, "MIT"),
-    ({"License_Expression": "BSD-3-Clause AND (MIT OR Apache-2.0)"}, "Apache-2.0 AND BSD AND MIT"),
-    ({"License_Expression": "MIT AND GPL-3.0-or-later"}, None),
-    ({"License_Expression": "MIT OR LGPL-2.1"}, None),
-    ({"Classifier": "License :: OSI Approved :: Apache Software License"}, "Apache-2.0"),
-    ({"Classifier": ["License :: OSI Approved :: MIT License",
-                     "License :: OSI Approved :: GNU General Public License v3 (GPLv3)"]}, None),
-    ({"Classifier": "License :: OSI Approved", "License": "BSD 3-Clause License"}, "BSD"),
-    ({"License": "ISC License"}, "ISC"),
-    ({"License": "NVIDIA Proprietary Software"}, None),
-    ({"License": "MPL-2.0 AND MIT"}, None),
-    ({"License": "Copyright (c)\nPermission is hereby granted"}, None),
-    ({}, None),
-])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"License_Expression": "MIT"}, "MIT"),
+        ({"License_Expression": "BSD-3-Clause AND (MIT OR Apache-2.0)"}, "Apache-2.0 AND BSD AND MIT"),
+        ({"License_Expression": "MIT AND GPL-3.0-or-later"}, None),
+        ({"License_Expression": "MIT OR LGPL-2.1"}, None),
+        ({"Classifier": "License :: OSI Approved :: Apache Software License"}, "Apache-2.0"),
+        (
+            {
+                "Classifier": [
+                    "License :: OSI Approved :: MIT License",
+                    "License :: OSI Approved :: GNU General Public License v3 (GPLv3)",
+                ]
+            },
+            None,
+        ),
+        ({"Classifier": "License :: OSI Approved", "License": "BSD 3-Clause License"}, "BSD"),
+        ({"License": "ISC License"}, "ISC"),
+        ({"License": "NVIDIA Proprietary Software"}, None),
+        ({"License": "MPL-2.0 AND MIT"}, None),
+        ({"License": "Copyright (c)\nPermission is hereby granted"}, None),
+        ({}, None),
+    ],
+)
 def test_only_readable_permissive_licences_pass(fields, expected):
     assert permissive_licence(metadata(**fields)) == expected
 
