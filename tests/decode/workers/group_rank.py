@@ -19,6 +19,11 @@ from headrace.model.exchange import GroupExchange
 from headrace.model.testing import tiny_model, tiny_spec
 
 
+def ended(sink: ListSink, request_id: str) -> bool:
+    gone = [kind for kind in (Aborted, Refused, SequenceFailed) if sink.of(kind, request_id)]
+    return bool(gone or sink.finish_reason(request_id))
+
+
 def main(scenario: dict, rank: int) -> dict:
     torch.set_num_threads(1)
     world = scenario["world"]
@@ -61,11 +66,7 @@ def main(scenario: dict, rank: int) -> dict:
             sink.wait(lambda: bool(sink.tokens(request["id"])))  # noqa: B023
             first_token_s[request["id"]] = time.perf_counter() - started
 
-    def ended(request_id: str) -> bool:
-        gone = [kind for kind in (Aborted, Refused, SequenceFailed) if sink.of(kind, request_id)]
-        return bool(gone or sink.finish_reason(request_id))
-
-    sink.wait(lambda: all(ended(r["id"]) for r in mine), 60)
+    sink.wait(lambda: all(ended(sink, r["id"]) for r in mine), 60)
     if not scenario.get("one_dies"):
         dist.barrier(together)
     engine.stop(30.0)
