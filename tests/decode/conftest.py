@@ -1,3 +1,4 @@
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +32,9 @@ class House:
         self.pool.index.fill_(0xFF)
         fields: dict[str, Any] = {"max_running": 8, "max_queued": 8, "draft_tokens": 4, "context_tokens": 4096}
         self.options = DecodeOptions(**(fields | options))
-        self.rank = make_rank(model=model, pool=self.pool, client=self.store, options=self.options)
+        # A model is not thread-safe and the rank steps in its own thread, while `prefill` computes in the test's.
+        mine = copy.deepcopy(model)
+        self.rank = make_rank(model=mine, pool=self.pool, client=self.store, options=self.options)
         self.prefill = FakePrefill(model, self.store)
         self.sink = ListSink()
         self.stream = self.rank.open_stream(self.sink)

@@ -56,7 +56,7 @@ def test_life_of_a_box(tmp_path, names):
         ({"layout": None}, "no slab layout"),
         ({"fingerprint": b""}, "32-byte fingerprint"),
         ({"config": dataclasses.replace(Config(), store=StoreConfig(host_bytes=1 << 50))}, "host_bytes"),
-        ({"config": dataclasses.replace(Config(), store=StoreConfig(host_policy="nope"))}, "known: arc, gdsf"),
+        ({"config": dataclasses.replace(Config(), store=StoreConfig(host_policy="nope"))}, "known: arc, density, gdsf"),
         ({"name": "n" * 120}, "longer than 100 bytes"),
     ],
 )

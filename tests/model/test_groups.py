@@ -1,12 +1,13 @@
 """Two processes over gloo: expert parallel with uneven and empty ranks, and context parallel, equal one process bit by
 bit and always make the same number of collectives."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from headrace.kvstore.pool import DevicePool
 from headrace.model.base import StepRows
@@ -78,7 +79,9 @@ def context_parallel(model: Any, layout: Any, exchange: GroupExchange, rank: int
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    # The workers run this file as a script: a spawned child could not import a test module by name.
+    children = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [child.wait(120) for child in children] == [0, 0]
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     model = tiny_model()
     alone = {}
@@ -104,3 +107,7 @@ def check_context_parallel(ranks: list[Any], model: Any, alone: tuple[Any, ...])
         # The pool of every rank holds all rows, those of the MTP layer too.
         assert torch.equal(latent, alone[2])
         assert torch.equal(index, alone[3])
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), sys.argv[2])
