@@ -5,14 +5,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from headrace.deploy.plan import Entries
+from headrace.messages import SamplingParams
 
 SMALL = (
     "router.port=0",
@@ -104,3 +107,100 @@ def _running(launcher: str) -> Iterator[Service]:
         yield made
     finally:
         made.stop()
+
+
+class Reference:
+    """The one-process engine on the nano model: what every other path must equal, token by token."""
+
+    def __init__(self) -> None:
+        from headrace.config import Config
+        from headrace.model.choose import load_from_config
+        from headrace.model.mono import MonoEngine
+        from headrace.model.spec import ModelSpec
+
+        self._engine = MonoEngine(load_from_config(Config(), ModelSpec.from_dir("nano")))
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """The answer's tokens without speculation; computed once for each prompt and length."""
+        key = (max_tokens, *prompt)
+        if key not in self._answers:
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+            self._answers[key] = self._engine.generate(prompt, params, 0).tokens
+        return self._answers[key]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="session")
+def code_tokens() -> list[int]:
+    """Real code as the nano tokenizer cuts it: this repository's own."""
+    import tokenizers
+
+    from headrace.model.spec import resolve_path
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(resolve_path("nano") / "tokenizer.json"))
+    root = Path(__file__).resolve().parents[2]
+    return tokenizer.encode((root / "kvstore/host_tier.py").read_text(), add_special_tokens=False).ids
+
+
+def ask(url: str, prompt: list[int], max_tokens: int = 24, **fields: Any) -> tuple[list[int], dict[str, Any]]:
+    """One greedy completion of token ids: (answer ids, usage). It never stops early."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    raw = answer.json()
+    return raw["choices"][0]["token_ids"], raw["usage"]
+
+
+@pytest.fixture(scope="session")
+def complete() -> Callable[..., tuple[list[int], dict[str, Any]]]:
+    return ask
+
+
+def box_values(url: str) -> dict[str, dict[str, float]]:
+    """Gauges and counters of every box, by box name."""
+    info = httpx.get(f"{url}/get_server_info", timeout=30.0, trust_env=False).json()
+    assert info["down"] == [], info["down"]
+    return {name: box["values"] for name, box in info["boxes"].items()}
+
+
+@pytest.fixture(scope="session")
+def boxes() -> Callable[[str], dict[str, dict[str, float]]]:
+    return box_values
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., AbstractContextManager[Service]]:
+    """A service with settings of one's own, stopped and checked for leftovers at the end of the `with`."""
+
+    @contextmanager
+    def start(*overrides: str) -> Iterator[Service]:
+        made = Service(*overrides)
+        try:
+            yield made
+        finally:
+            made.stop()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def flush() -> Callable[[str], None]:
+    """Drop every cached block; the service must be idle."""
+
+    def drop(url: str) -> None:
+        answer = httpx.post(f"{url}/flush_cache", timeout=30.0, trust_env=False)
+        assert answer.status_code == 200, answer.text
+
+    return drop
