@@ -26,7 +26,7 @@ def generate(mono: MonoEngine, prompt: list[int], drafts: int, **params: object)
 
 
 def test_gpu_probabilities_are_close_to_the_cpu() -> None:
-    """An fp32 sum in another order flips FP8 roundings of activations, which moves unlikely tokens' logits by tenths."""
+    """Sums in another order flip FP8 roundings of activations; that moves the logits of unlikely tokens by tenths."""
     found = {}
     for device in ("cpu", "cuda"):
         mono = engine(device)
