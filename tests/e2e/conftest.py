@@ -1,6 +1,5 @@
 """The whole service as a client sees it: one `headrace serve` a session, checked for leftovers at its end."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import httpx
 import psutil
 import pytest
 
-from headrace.deploy.plan import Entries
 from headrace.messages import SamplingParams
 
 SMALL = (
@@ -69,20 +67,6 @@ class Service:
         assert port not in {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def missing_rooms() -> list[str]:
-    """Boxes of the product that cannot be imported: only while rooms are being built."""
-    entries = Entries()
-    found = []
-    for entry in (entries.node, entries.prefill, entries.decode, entries.router):
-        try:
-            spec = importlib.util.find_spec(entry.partition(":")[0])
-        except ModuleNotFoundError:
-            spec = None
-        if spec is None:
-            found.append(entry)
-    return found
-
-
 def launchers() -> list[str]:
     return ["process", "ray"]
 
@@ -100,8 +84,6 @@ def quick_service() -> Iterator[Service]:
 
 
 def _running(launcher: str) -> Iterator[Service]:
-    if missing := missing_rooms():
-        pytest.skip(f"not built yet: {', '.join(missing)}")
     made = Service(f"deploy.launcher={launcher}")
     try:
         yield made
@@ -113,12 +95,15 @@ class Reference:
     """The one-process engine on the nano model: what every other path must equal, token by token."""
 
     def __init__(self) -> None:
+        import tokenizers
+
         from headrace.config import Config
         from headrace.model.choose import load_from_config
         from headrace.model.mono import MonoEngine
-        from headrace.model.spec import ModelSpec
+        from headrace.model.spec import ModelSpec, resolve_path
 
         self._engine = MonoEngine(load_from_config(Config(), ModelSpec.from_dir("nano")))
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(resolve_path("nano") / "tokenizer.json"))
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
@@ -129,6 +114,9 @@ class Reference:
             self._answers[key] = self._engine.generate(prompt, params, 0).tokens
         return self._answers[key]
 
+    def text(self, prompt: list[int], max_tokens: int) -> str:
+        return self.tokenizer.decode(self.greedy(prompt, max_tokens), skip_special_tokens=False)
+
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
@@ -136,35 +124,30 @@ def reference() -> Reference:
 
 
 @pytest.fixture(scope="session")
-def code_tokens() -> list[int]:
+def code_tokens(reference: Reference) -> list[int]:
     """Real code as the nano tokenizer cuts it: this repository's own."""
-    import tokenizers
-
-    from headrace.model.spec import resolve_path
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(resolve_path("nano") / "tokenizer.json"))
     root = Path(__file__).resolve().parents[2]
-    return tokenizer.encode((root / "kvstore/host_tier.py").read_text(), add_special_tokens=False).ids
+    return reference.tokenizer.encode((root / "kvstore/host_tier.py").read_text(), add_special_tokens=False).ids
 
 
-def ask(url: str, prompt: list[int], max_tokens: int = 24, **fields: Any) -> tuple[list[int], dict[str, Any]]:
-    """One greedy completion of token ids: (answer ids, usage). It never stops early."""
+def ask(url: str, prompt: list[int], max_tokens: int = 24, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """One greedy completion of token ids: (answer with its special tokens, usage). It never stops early."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "return_token_ids": True,
+        "skip_special_tokens": False,
         **fields,
     }
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0, trust_env=False)
     assert answer.status_code == 200, answer.text
     raw = answer.json()
-    return raw["choices"][0]["token_ids"], raw["usage"]
+    return raw["choices"][0]["text"], raw["usage"]
 
 
 @pytest.fixture(scope="session")
-def complete() -> Callable[..., tuple[list[int], dict[str, Any]]]:
+def complete() -> Callable[..., tuple[str, dict[str, Any]]]:
     return ask
 
 
