@@ -124,6 +124,7 @@ class MemoryStore:
 
     def __init__(self, slot_bytes: int, slots: int = 256) -> None:
         self.incarnation = new_incarnation()
+        self.arena = "fake arena"
         self.down = False
         """True: every call raises DaemonUnavailable."""
         self.valid = True
@@ -202,6 +203,12 @@ class MemoryStore:
 
     def reconnect(self) -> None:
         self._check()
+        self.incarnation = new_incarnation()
+
+    def follow(self, arena: str) -> None:
+        self._check()
+        if arena != self.arena:
+            raise DaemonUnavailable(f"the fake store has {self.arena!r}, wanted is {arena!r}")
 
     def close(self) -> None:
         pass

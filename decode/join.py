@@ -17,7 +17,7 @@ from typing import Protocol
 from headrace.decode.base import Source
 from headrace.decode.sequence import Sequence
 from headrace.errors import BlockMiss, DaemonUnavailable, HeadraceError, LeaseExpired, StoreError
-from headrace.ids import BlockName, Tier
+from headrace.ids import BlockName, Incarnation, Tier
 from headrace.kvstore.base import Leased, StoreClient
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class JoinJob:
     error: HeadraceError | None = None
     tiers: list[str] = dataclasses.field(default_factory=list)
     leases: list[Leased] = dataclasses.field(default_factory=list)
+    holder: Incarnation | None = None
+    """Under which the client took the leases: they ended, and their slots mean nothing, once it has another one."""
 
     @property
     def names(self) -> list[BlockName]:
@@ -227,11 +229,13 @@ class StoreWorker:
                 f"{len(missing)} of {len(job.sources)} blocks are not in the host tier, "
                 f"first block {missing[0].position} ({missing[0].name.hex()[:16]})"
             )
-        job.leased = True
+        job.leased, job.holder = True, self._client.incarnation
         job.tiers = [lease.tier.value for lease in leases if lease is not None]
         job.leases = [lease for lease in leases if lease is not None]
 
     def _copy(self, job: JoinJob) -> None:
+        if job.holder != self._client.incarnation:
+            raise LeaseExpired(f"the node daemon was lost after {len(job.sources)} blocks were leased")
         for slot, lease in zip(job.slots, job.leases):
             if job.cancelled:
                 break
@@ -247,7 +251,8 @@ class StoreWorker:
     def _give_back(self, job: JoinJob) -> None:
         if job.leased:
             job.leased = False
-            self._guard("release", lambda: self._client.release(job.names))
+            if job.holder == self._client.incarnation:
+                self._guard("release", lambda: self._client.release(job.names))
 
     # --- publishing -------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,12 @@ class StoreClient(Protocol):
 
     incarnation: Incarnation
 
+    @property
+    def arena(self) -> str:
+        """Names the mapped host tier. A daemon that was started again has another one, and a slot number of the one
+        means nothing in the other."""
+        ...
+
     def match(self, names: Sequence[BlockName]) -> int:
         """How many leading names are readable in a row. Touches them for the policy. Takes no lease."""
         ...
@@ -129,6 +135,12 @@ class StoreClient(Protocol):
         """Dial the daemon again after DaemonUnavailable, under a new incarnation. Leases and unfinished writes from
         before are gone; what this rank announced is announced again by the client. Also says that none of this client's
         earlier copies into slots is still running. Raises DaemonUnavailable."""
+        ...
+
+    def follow(self, arena: str) -> None:
+        """Map the host tier of this name, for slots that another client of the node was given. Dials again where
+        another one is mapped: as `reconnect`, it says that no copy of this client is running. Raises
+        DaemonUnavailable when the daemon of that arena is not there."""
         ...
 
     def close(self) -> None:

@@ -61,6 +61,11 @@ class NodeClient(StoreOperations):
             raise DaemonUnavailable(f"{self._path}: no arena is mapped")
         return arena.slot(slot)
 
+    @property
+    def arena(self) -> str:
+        arena = self._arena
+        return "" if arena is None else str(arena.path)
+
     def lease_valid(self) -> bool:
         return self._connection is not None and time.monotonic() - self._renewed_s < self._lease_s
 
@@ -76,6 +81,15 @@ class NodeClient(StoreOperations):
             )
             self._dial(again)
             self._announce_all()
+
+    def follow(self, arena: str) -> None:
+        with self._lock:
+            if self.arena == arena:
+                return
+            self._drop_connection("another daemon took over")
+            self.reconnect()
+            if self.arena != arena:
+                raise DaemonUnavailable(f"{self._path}: the daemon has {self.arena}, wanted is {arena}")
 
     def hang_up(self) -> None:
         """Break the connection without a word, as the end of this process would. For tests and for tear-down of a rank

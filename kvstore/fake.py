@@ -48,7 +48,7 @@ class FakeNode:
             incarnation=new_incarnation(),
             fingerprint=FINGERPRINT,
             lease_s=lease_s,
-            arena="",
+            arena="fake arena",
             slots=slots,
             slot_bytes=slot_bytes,
         )
@@ -81,6 +81,10 @@ class FakeClient(StoreOperations):
             raise IndexError(f"slot {slot} is outside the arena")
         return self._node.memory[slot * size : (slot + 1) * size]
 
+    @property
+    def arena(self) -> str:
+        return self._node.core.facts.arena
+
     def lease_valid(self) -> bool:
         return self._session is not None and self._node.clock() - self._renewed_s < self._node.core.facts.lease_s
 
@@ -91,6 +95,10 @@ class FakeClient(StoreOperations):
         if self._session is None:
             self._dial()
             self._announce_all()
+
+    def follow(self, arena: str) -> None:
+        if self.arena != arena:
+            raise DaemonUnavailable(f"the fake node has {self.arena!r}, wanted is {arena!r}")
 
     def vanish(self) -> None:
         """End as a killed process does: without a word."""

@@ -37,6 +37,10 @@ class Slabs(Protocol):
     """Moves whole blocks between this rank's pool and host slots. Fenced: a store sees what was computed before it, a
     load is complete for what is computed after it."""
 
+    def enter(self, arena: str) -> bool:
+        """The next loads and stores are of this host tier. False: this rank cannot reach it now, do neither."""
+        ...
+
     def load(self, restores: Sequence[RestorePlan]) -> list[int]:
         """Returns the indices of restores whose bytes (checked on a share of them) do not have their digest."""
         ...

@@ -45,12 +45,14 @@ class Executor:
         outcome = StepOutcome()
         for request_id in plan.forget:
             self._carried.pop(request_id, None)
-        outcome.bad = {plan.restores[i].name for i in self._slabs.load(plan.restores)}
+        reachable = not (plan.restores or plan.stores) or self._slabs.enter(plan.arena)
+        bad = self._slabs.load(plan.restores) if reachable else range(len(plan.restores))
+        outcome.bad = {plan.restores[i].name for i in bad}
         self._pool.zero(plan.zero)
         if plan.chunks:
             self._run_chunks(plan.chunks, outcome)
         extended = self._extend_tails(plan.tails) if plan.tails and self._has_mtp else None
-        mine = [store for store in plan.stores if store.rank == self._exchange.rank]
+        mine = [store for store in plan.stores if reachable and store.rank == self._exchange.rank]
         outcome.digests = dict(zip([store.name for store in mine], self._slabs.store(mine)))
         # Drafts come after the stores: without index sharing they leave rows behind that no block may hold.
         if plan.tails:

@@ -30,6 +30,7 @@ class MemoryStore:
     def __init__(self, slots: int, slot_bytes: int = 64, memory: bytearray | mmap.mmap | None = None) -> None:
         """`memory`: shared with the fakes of other processes, which may look at slots only."""
         self.incarnation = Incarnation("fake")
+        self.arena = "fake arena"
         self.available = True
         self._connected = True
         self.announced: set[BlockName] = set()
@@ -105,6 +106,10 @@ class MemoryStore:
         if not self.available:
             raise DaemonUnavailable("the fake daemon is away")
         self._connected = True
+
+    def follow(self, arena: str) -> None:
+        if not self.available or self.arena != arena:
+            raise DaemonUnavailable(f"the fake daemon has {self.arena!r}, wanted is {arena!r}")
 
     def stats(self) -> dict[str, float]:
         return {"leases": sum(self.leases.values()), "free": len(self._free)}

@@ -85,6 +85,8 @@ class StepPlan:
     chunks: tuple[ChunkPlan, ...] = ()
     tails: tuple[TailPlan, ...] = ()
     stores: tuple[StorePlan, ...] = ()
+    arena: str = ""
+    """The host tier that the slots of `restores` and `stores` belong to (`StoreClient.arena` of the leader)."""
     forget: tuple[RequestId, ...] = ()
     """Requests whose carried hidden state is dropped at the start of the step."""
 
@@ -103,7 +105,7 @@ class StepAck:
     step: int
     rank: int
     digests: dict[BlockName, bytes]
-    """Slabs this rank wrote to the host tier."""
+    """Slabs this rank wrote to the host tier; none when it could not reach the plan's arena."""
     bad: tuple[BlockName, ...] = ()
     """Restored slabs whose bytes were not what their digest says: nothing computed from them counts."""
     error: str = ""

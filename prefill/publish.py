@@ -84,9 +84,16 @@ class Publisher:
         """The step that copied `prompt.writing` is over."""
         if not prompt.writing:
             return
-        writes = [(prompt.name_of(i), slot, digests[prompt.name_of(i)]) for i, slot in prompt.writing.items()]
-        blocks = list(prompt.writing)
+        done = {i: slot for i, slot in prompt.writing.items() if prompt.name_of(i) in digests}
+        # A rank that could not reach the host tier gave no digest: the next plan puts those blocks again.
+        undone = [(prompt.name_of(i), slot) for i, slot in prompt.writing.items() if i not in done]
         prompt.writing = {}
+        if undone:
+            self._try(None, lambda: self._client.abort_put(undone))
+        if not done:
+            return
+        writes = [(prompt.name_of(i), slot, digests[prompt.name_of(i)]) for i, slot in done.items()]
+        blocks = list(done)
         if not self._try(False, lambda: self._commit(writes)):
             return
         prompt.pins.update(blocks)

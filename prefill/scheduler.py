@@ -144,6 +144,7 @@ class Scheduler:
             chunks=tuple(_chunk(p, rows) for p, rows in self._chunks),
             tails=tuple(self._tail(p) for p in tails),
             stores=tuple(stores),
+            arena=self._client.arena,
             forget=tuple(self._forget),
         )
         if not (plan.restores or plan.chunks or plan.tails or plan.stores or plan.forget):

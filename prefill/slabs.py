@@ -1,14 +1,18 @@
 """A rank's own copies between its pool and the mapped host tier (`prefill.base.Slabs`)."""
 
+import logging
 import random
 from collections.abc import Sequence
 
+from headrace.errors import DaemonUnavailable
 from headrace.ids import SlotIndex
 from headrace.kvstore.base import StoreClient
 from headrace.kvstore.checksum import digest
 from headrace.kvstore.pool import DevicePool
 from headrace.kvstore.transfer import load_slabs, store_slabs
 from headrace.prefill.plan import RestorePlan, StorePlan
+
+log = logging.getLogger(__name__)
 
 
 class ArenaSlabs:
@@ -18,6 +22,15 @@ class ArenaSlabs:
     def __init__(self, pool: DevicePool, client: StoreClient, verify_share: float) -> None:
         self._pool, self._client, self._verify_share = pool, client, verify_share
         self._dice = random.Random()
+
+    def enter(self, arena: str) -> bool:
+        # The leader is there already: its client gave the slots. A follower learns here that the daemon is a new one.
+        try:
+            self._client.follow(arena)
+        except DaemonUnavailable as error:
+            log.warning("the host tier of this step cannot be reached: %s", error)
+            return False
+        return True
 
     def load(self, restores: Sequence[RestorePlan]) -> list[int]:
         views = [self._payload(restore.host_slot) for restore in restores]

@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import DaemonUnavailable
 from headrace.kvstore.checksum import digest
 from headrace.kvstore.client import NodeClient
-from headrace.kvstore.testing import LAYOUT, DaemonFixture, blocks_of, put
+from headrace.kvstore.testing import LAYOUT, DaemonFixture, blocks_of, content, put
 
 CHURN = Path(__file__).parent / "workers" / "churn.py"
 
@@ -124,6 +124,21 @@ def test_a_dead_daemon_is_an_error_at_once_and_leases_are_over(node, names):
     client.reconnect()
     assert client.match(names) == 0
     assert put(client, names, 0, 2) == [0, 1]
+
+
+def test_a_client_that_was_told_of_the_new_arena_reads_and_writes_that_one(node, names):
+    leader, follower = node.client("prefill-0"), node.client("prefill-0")
+    node.kill()
+    node.start()
+    with pytest.raises(DaemonUnavailable):
+        leader.match(names)
+    leader.reconnect()
+    slots = put(leader, names, 0, 1)
+    follower.follow(leader.arena)  # it has made no call that could have told it
+    assert bytes(follower.slot_view(slots[0])[:8]) == bytes(leader.slot_view(slots[0])[:8]) == content(0)[:8]
+    assert follower.arena == leader.arena == str(node.files()[0])
+    with pytest.raises(DaemonUnavailable, match="wanted is"):
+        follower.follow("the arena of a daemon that has ended since")
 
 
 def test_heartbeats_keep_leases_of_an_idle_client(node, names):

@@ -6,7 +6,7 @@ import torch
 from headrace.messages import SamplingParams
 from headrace.model.sampler import SamplerState
 from headrace.prefill.fake import MemoryStore
-from headrace.prefill.testing import PrefillHouse, mono_reference, random_prompt
+from headrace.prefill.testing import PrefillHouse, make_request, mono_reference, random_prompt
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 200]
 
@@ -118,3 +118,30 @@ def test_a_resumed_answer_counts_what_was_sent_already():
     state = SamplerState(sampling, 2, [first, second])
     expected = mono_reference(house.model, [*tokens, first, second])
     assert answer.first_token == state.draw(expected.logits)[0]
+
+
+def test_a_rank_that_cannot_reach_the_arena_of_a_plan_neither_reads_nor_writes_another():
+    house = PrefillHouse()
+    tokens = random_prompt(130)
+    request = make_request(tokens)
+    house.scheduler.submit(request)
+    for _ in range(2):
+        plan = house.scheduler.next_plan()
+        house.store.arena = "another daemon's"
+        before = bytes(house.store.slot_view(0))
+        outcome = house.executor.run(plan)
+        assert outcome.digests == {}
+        assert bytes(house.store.slot_view(0)) == before
+        house.store.arena = "fake arena"
+        house.scheduler.finish(plan, outcome)
+    house.drain()
+    answer = house.answers[request.request_id]
+    assert house.slabs(tokens, answer) == mono_reference(house.model, tokens).slabs
+    house.close(answer)
+    house.scheduler.flush()
+
+    house.scheduler.submit(make_request(tokens))
+    plan = house.scheduler.next_plan()
+    assert len(plan.restores) == 2
+    house.store.arena = "another daemon's"
+    assert house.executor.run(plan).bad == {restore.name for restore in plan.restores}

@@ -1,0 +1,101 @@
+"""Processes that end without a word: clients get the text of an undisturbed run, and nothing stays held."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+BOXES = {"prefill-0.0", "prefill-0.1", "decode-0.0", "decode-0.1", "node-0", "router"}
+
+
+def pids(service) -> dict[str, int]:
+    """Process of each box: the one whose output is the box's log."""
+    found = {}
+    for child in psutil.Process(service.process.pid).children(recursive=True):
+        try:
+            found[Path(os.readlink(f"/proc/{child.pid}/fd/1")).stem] = child.pid
+        except OSError:
+            continue
+    return {name: pid for name, pid in found.items() if name in BOXES}
+
+
+def kill(service, box: str) -> None:
+    os.kill(pids(service)[box], signal.SIGKILL)
+
+
+def wait_all_back(service, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            info = httpx.get(f"{service.url}/get_server_info", timeout=5.0, trust_env=False).json()
+            if not info["down"] and set(pids(service)) == BOXES and all(b["ready"] for b in info["boxes"].values()):
+                return
+        except httpx.HTTPError:
+            pass
+        assert time.monotonic() < deadline, "not every box came back"
+        time.sleep(0.1)
+
+
+def stream_and_kill(service, prompt: list[int], box: str, max_tokens: int) -> str:
+    """The text of a stream during which `box` is killed, once a few tokens are out."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["skip_special_tokens"] = False
+    text, killed = "", False
+    with (
+        httpx.Client(base_url=service.url, timeout=120.0, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            text += "".join(choice["text"] for choice in event["choices"])
+            if text and not killed:
+                killed = True
+                kill(service, box)
+    return text
+
+
+@pytest.fixture(scope="module")
+def victim(serve):
+    with serve("deploy.launcher=process") as made:
+        yield made
+
+
+def test_a_node_daemon_that_dies_makes_nothing_wrong(victim, complete, code_tokens) -> None:
+    """Every rank must find the new daemon's memory, the prefill followers too: they make no call of their own."""
+    prompts = [code_tokens[i * 40 : i * 40 + 330] for i in range(4)]
+    expected = [complete(victim.url, prompt)[0] for prompt in prompts]
+    kill(victim, "node-0")
+    again = [complete(victim.url, prompt)[0] for prompt in prompts]
+    assert again == expected
+    wait_all_back(victim)
+    fresh = [complete(victim.url, prompt)[0] for prompt in prompts]
+    assert fresh == expected
+
+
+@pytest.mark.parametrize("box", ["node-0", "decode-0.0", "decode-0.1"])
+def test_a_stream_goes_on_when_a_box_behind_it_dies(victim, complete, code_tokens, box) -> None:
+    expected, _ = complete(victim.url, code_tokens[:300], max_tokens=80)
+    assert stream_and_kill(victim, code_tokens[:300], box, 80) == expected
+    wait_all_back(victim)
+    assert complete(victim.url, code_tokens[:300], max_tokens=80)[0] == expected
+
+
+@pytest.mark.parametrize("box", ["prefill-0.0", "prefill-0.1", "router"])
+def test_a_box_that_dies_idle_comes_back(victim, complete, code_tokens, box) -> None:
+    expected, _ = complete(victim.url, code_tokens[:300])
+    before = pids(victim)[box]
+    kill(victim, box)
+    deadline = time.monotonic() + 10.0
+    while pids(victim).get(box, before) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    wait_all_back(victim)
+    assert complete(victim.url, code_tokens[:300])[0] == expected
