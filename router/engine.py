@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from headrace.errors import (
     BlockMiss,
+    Cancelled,
     CapacityError,
     DeadlineExceeded,
+    Draining,
     EngineError,
     HeadraceError,
     IncompatiblePeer,
@@ -73,8 +75,9 @@ class Engine:
         """Let what runs finish within `grace_s`, abort the rest, return when nothing is held."""
         if self._running:
             await asyncio.wait([s.task for s in self._running], timeout=grace_s)
+        ended = Draining(f"the service is shutting down; this was not finished after a grace of {grace_s:g} s")
         for sequence in list(self._running):
-            sequence.cancel()
+            sequence.cancel(ended)
         if self._running:
             await asyncio.wait([s.task for s in self._running], timeout=ABORT_TIMEOUT_S + 1)
 
@@ -90,6 +93,7 @@ class Sequence:
         self._events: asyncio.Queue[Event | HeadraceError] = asyncio.Queue()
         self._sent: list[int] = []
         self._finished = False
+        self._cancelled: HeadraceError = Cancelled("the sequence was cancelled")
         self._reported_prompt = False
         self._misses = 0
         self._attempts = 0
@@ -99,10 +103,11 @@ class Sequence:
         self.task = asyncio.create_task(self._run(), name=f"sequence {self._request.request_id}")
         self.task.add_done_callback(lambda _task: forget(self))
 
-    def cancel(self) -> None:
+    def cancel(self, reason: HeadraceError | None = None) -> None:
         # Once only: a second cancellation would interrupt the waiting for the rank's confirmation.
         if not self._finished:
             self._finished = True
+            self._cancelled = reason or self._cancelled
             self.task.cancel()
 
     async def closed(self) -> None:
@@ -129,7 +134,7 @@ class Sequence:
         except HeadraceError as error:
             self._events.put_nowait(error)
         except asyncio.CancelledError:
-            self._events.put_nowait(EngineError("the sequence was cancelled"))
+            self._events.put_nowait(self._cancelled)
         except Exception as error:
             log.exception("sequence %s failed", self._request.request_id)
             self._events.put_nowait(EngineError(f"internal error: {type(error).__name__}"))

@@ -10,14 +10,14 @@ from starlette.responses import Response
 
 import headrace
 from headrace.config import Config, to_dict
-from headrace.errors import InputError
+from headrace.errors import Draining, InputError
 from headrace.messages import SamplingParams
 from headrace.router.answers.text import TextRules
 from headrace.router.fleet import Fleet
 from headrace.router.generation import Generation, GenerationSpec
 from headrace.router.http.body import check
 from headrace.router.http.conversation import check_tools, template_messages, template_options
-from headrace.router.http.errors import Draining, json_response
+from headrace.router.http.errors import json_response
 from headrace.router.http.schemas import DetokenizeRequest, TokenizeRequest
 from headrace.router.http.service import Service, unless_gone
 

@@ -18,12 +18,6 @@ class NotAllowed(InputError):
     http_status = 403
 
 
-class Draining(HeadraceError):
-    """The router is going down."""
-
-    http_status = 503
-
-
 _CODES = {
     UnknownModel: "model_not_found",
     PromptTooLong: "context_length_exceeded",

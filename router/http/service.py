@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from headrace.config import RouterConfig
-from headrace.errors import Cancelled, CapacityError, InputError, PromptTooLong, RankLost, UnknownModel
+from headrace.errors import Cancelled, CapacityError, Draining, InputError, PromptTooLong, RankLost, UnknownModel
 from headrace.ids import Namespace
 from headrace.kvstore.names import namespace
 from headrace.messages import SamplingParams
@@ -21,7 +21,6 @@ from headrace.router.answers.text import TextRules
 from headrace.router.base import GenerationEngine
 from headrace.router.generation import Generation, GenerationSpec
 from headrace.router.http.body import read_json
-from headrace.router.http.errors import Draining
 from headrace.router.http.schemas import CommonRequest
 from headrace.router.http.tenants import Tenants, tenant_salt
 from headrace.router.metrics import Metrics

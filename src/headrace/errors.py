@@ -19,7 +19,8 @@
         ├── BlockMiss            a decode rank lacks a block it was promised; the router retries through prefill
         ├── Cancelled            the client left, or somebody aborted (499)
         ├── DeadlineExceeded     the request's own time is over (504)
-        └── RankLost             a rank of the group died (503)
+        ├── RankLost             a rank of the group died (503)
+        └── Draining             the service is shutting down (503)
 
 Messages name what was wrong and what would be right, with the numbers in them.
 """
@@ -116,6 +117,10 @@ class DeadlineExceeded(EngineError):
 
 
 class RankLost(EngineError):
+    http_status = 503
+
+
+class Draining(EngineError):
     http_status = 503
 
 

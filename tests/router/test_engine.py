@@ -198,6 +198,19 @@ async def test_drain_lets_running_streams_finish_and_refuses_new_ones() -> None:
         assert stack.held() == 0
 
 
+async def test_what_outlives_the_grace_is_told_so() -> None:
+    async with running_stack() as stack, httpx.AsyncClient() as client:
+        for rank in stack.decode:
+            rank.step_s = 0.05
+        running = asyncio.create_task(complete(stack, client, max_tokens=200))
+        await _busy_rank(stack)
+        await stack.router.drain(0.1)
+        answer = await running
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+        assert stack.held() == 0
+
+
 async def test_every_stream_survives_boxes_that_die_and_return() -> None:
     expected = {}
     for i in range(4):
