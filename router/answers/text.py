@@ -33,12 +33,16 @@ class TextDelta:
     parts: tuple[str, ...]
     """What each of `tokens` tokens made visible (text that was held back comes with a later one); without tokens, what
     the end of the answer released."""
-    tokens: int
-    """How many tokens were generated since the last delta."""
+    ids: tuple[int, ...]
+    """The tokens generated since the last delta, also those that show no text (end of sequence, stop string)."""
     logprobs: tuple[TokenInfo, ...]
     finish_reason: str | None
     stop: str | None = None
     """The stop string that ended it."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
     @property
     def text(self) -> str:
@@ -58,7 +62,7 @@ class AnswerText:
 
     def feed(self, new: NewTokens) -> TextDelta:
         if self.finish_reason is not None:
-            return TextDelta((), 0, (), None)
+            return TextDelta((), (), (), None)
         parts: list[str] = []
         infos: list[TokenInfo] = []
         before = self.tokens
@@ -80,7 +84,8 @@ class AnswerText:
             self.finish_reason = new.finish_reason if self._matcher.matched is None else "stop"
             tail += self._matcher.flush()
             parts[-1:] = [parts[-1] + tail] if parts else [tail]
-        return TextDelta(tuple(parts), self.tokens - before, tuple(infos), self.finish_reason, self._matcher.matched)
+        ids = new.tokens[: self.tokens - before]
+        return TextDelta(tuple(parts), ids, tuple(infos), self.finish_reason, self._matcher.matched)
 
     def _visible(self, text: str) -> str:
         if self.tokens < self._rules.min_tokens:

@@ -77,6 +77,7 @@ class ChatChoice:
         self.finish_reason: str | None = None
         self.stop_reason: str | None = None
         self.logprobs: list[dict[str, Any]] = []
+        self.ids: list[int] = []
 
     def add(self, delta: dict[str, Any]) -> None:
         """Merge a streamed delta into the message."""
@@ -90,13 +91,14 @@ class ChatChoice:
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
-    def whole(self, logprobs: bool) -> dict[str, Any]:
+    def whole(self, logprobs: bool, ids: bool) -> dict[str, Any]:
         return {
             "index": self.index,
             "message": {"refusal": None, **self.message},
             "logprobs": {"content": self.logprobs, "refusal": None} if logprobs else None,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
+            **({"token_ids": self.ids} if ids else {}),
         }
 
 
@@ -131,6 +133,7 @@ class ChatShape:
         self._tokenizer = service.model.tokenizer
         self._generation = generation
         self._logprobs = bool(fields.logprobs)
+        self._ids = bool(fields.return_token_ids)
         self._usage_wanted = fields.stream_options is not None and fields.stream_options.include_usage
         self._reasoning_tokens = 0
         self._head = {
@@ -160,36 +163,34 @@ class ChatShape:
             choice.finish_reason = "tool_calls" if calls and delta.finish_reason == "stop" else delta.finish_reason
         logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else []
         choice.logprobs += logprobs
-        return self._chunks(choice, [delta_of(piece) for piece in merged(pieces)], logprobs)
+        choice.ids += delta.ids
+        extra: dict[str, Any] = {"logprobs": {"content": logprobs, "refusal": None}} if logprobs else {}
+        if self._ids and delta.ids:
+            extra["token_ids"] = list(delta.ids)
+        return self._chunks(choice, [delta_of(piece) for piece in merged(pieces)], extra)
 
-    def _chunks(
-        self, choice: ChatChoice, deltas: list[dict[str, Any]], logprobs: list[dict[str, Any]]
-    ) -> Iterable[bytes]:
+    def _chunks(self, choice: ChatChoice, deltas: list[dict[str, Any]], extra: dict[str, Any]) -> Iterable[bytes]:
+        """`extra`: what goes out once per step, with its first chunk: logprobs and token ids."""
         if not choice.opened:
             choice.opened = True
-            yield self._chunk(choice, {"role": "assistant", "content": ""}, [])
+            yield self._chunk(choice, {"role": "assistant", "content": ""}, {}, **self._prompt_ids())
         for delta in deltas:
             choice.add(delta)
-        if logprobs and not deltas:
+        if extra and not deltas:
             deltas = [{}]
         for i, delta in enumerate(deltas):
-            yield self._chunk(choice, delta, logprobs if i == 0 else [])
+            yield self._chunk(choice, delta, extra if i == 0 else {})
         if choice.finish_reason is not None:
-            yield self._chunk(choice, {}, [], ended=True)
+            ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            yield self._chunk(choice, {}, ended)
 
-    def _chunk(
-        self, choice: ChatChoice, delta: dict[str, Any], logprobs: list[dict[str, Any]], *, ended: bool = False
-    ) -> bytes:
-        part = {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
-            "finish_reason": choice.finish_reason if ended else None,
-        }
-        if ended:
-            part["stop_reason"] = choice.stop_reason
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._generation.spec.prompts[0])} if self._ids else {}
+
+    def _chunk(self, choice: ChatChoice, delta: dict[str, Any], extra: dict[str, Any], **whole: Any) -> bytes:
+        part = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}
         usage = {"usage": None} if self._usage_wanted else {}
-        return event({**self._head, "object": "chat.completion.chunk", "choices": [part], **usage})
+        return event({**self._head, "object": "chat.completion.chunk", "choices": [part], **usage, **whole})
 
     def end(self) -> Iterable[bytes]:
         if not self._usage_wanted:
@@ -204,5 +205,6 @@ class ChatShape:
         return (event(openai_error(error)),)
 
     def body(self) -> dict[str, Any]:
-        choices = [choice.whole(self._logprobs) for choice in self._choices]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        choices = [choice.whole(self._logprobs, self._ids) for choice in self._choices]
+        whole = self._prompt_ids()
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage(), **whole}

@@ -93,6 +93,7 @@ class CompletionShape:
         self._logprobs = (
             None if fields.logprobs is None else [CompletionLogprobs(tokenizer, 0) for _ in range(generation.choices)]
         )
+        self._ids = bool(fields.return_token_ids)
         self._choices: list[dict[str, Any]] = [
             {"index": i, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
             for i in range(generation.choices)
@@ -110,8 +111,12 @@ class CompletionShape:
             "stop_reason": delta.stop,
         }
         self._echoes[index] = ""
+        if self._ids:
+            part["token_ids"] = list(delta.ids)
+            if "token_ids" not in self._choices[index]:
+                part["prompt_token_ids"] = list(self._generation.spec.prompts[index // self._generation.spec.n])
         _merge(self._choices[index], part)
-        if not (part["text"] or delta.finish_reason or delta.logprobs):
+        if not (part["text"] or delta.finish_reason or delta.logprobs or part.get("token_ids")):
             return ()
         usage = {"usage": None} if self._usage_wanted else {}
         return (event({**self._head, "choices": [part], **usage}),)
@@ -132,6 +137,9 @@ def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
     """Add a streamed part to the whole choice: the two forms cannot disagree, since one is made of the other."""
     whole["text"] += part["text"]
     whole["finish_reason"], whole["stop_reason"] = part["finish_reason"], part["stop_reason"]
+    if "token_ids" in part:
+        whole["token_ids"] = whole.get("token_ids", []) + part["token_ids"]
+        whole.setdefault("prompt_token_ids", part.get("prompt_token_ids"))
     if part["logprobs"] is not None:
         if whole["logprobs"] is None:
             whole["logprobs"] = {key: [] for key in part["logprobs"]}

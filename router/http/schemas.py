@@ -46,6 +46,7 @@ class CommonRequest(BaseModel):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=MAX_STOPS)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
     user: str | None = None
 
