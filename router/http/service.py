@@ -22,6 +22,7 @@ from headrace.router.base import GenerationEngine
 from headrace.router.generation import Generation, GenerationSpec
 from headrace.router.http.body import read_json
 from headrace.router.http.errors import Draining
+from headrace.router.http.recall import Recall
 from headrace.router.http.schemas import CommonRequest
 from headrace.router.http.tenants import Tenants, tenant_salt
 from headrace.router.metrics import Metrics
@@ -41,6 +42,7 @@ class Service:
     tenants: Tenants
     workers: Executor
     """For tokenising and rendering, off the event loop."""
+    recall: Recall
     fingerprint: Callable[[], bytes]
     """Fingerprint of the pools; empty while no box has answered."""
     largest_answer: Callable[[int], int]
