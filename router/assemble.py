@@ -22,6 +22,7 @@ from headrace.router.engine import Engine
 from headrace.router.fleet import Box, Fleet
 from headrace.router.http.admin import Admin
 from headrace.router.http.app import build_app
+from headrace.router.http.recall import Recall
 from headrace.router.http.service import Service
 from headrace.router.http.tenants import Tenants
 from headrace.router.metrics import Metrics
@@ -29,6 +30,7 @@ from headrace.router.peer import PeerIdentity
 from headrace.router.placement import GroupLoad, Placer
 from headrace.router.prefill_client import PrefillClient
 from headrace.router.served import ServedModel
+from headrace.router.tokens.known import KnownTexts
 
 WORKER_THREADS = 2
 IMPLICIT_ANSWER_SHARE = 4
@@ -87,6 +89,7 @@ async def assemble(config: Config, model: ServedModel, directory: Directory, bac
     placer = _placer(config, prefill_clients, decode_clients, directory, costs)
     engine = Engine(prefill_clients, decode_clients, placer, metrics)
     workers = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="tokenise")
+    known = KnownTexts(model.tokenizer, config.router.known_text_bytes)
     service = Service(
         config=config.router,
         model=model,
@@ -94,6 +97,7 @@ async def assemble(config: Config, model: ServedModel, directory: Directory, bac
         metrics=metrics,
         tenants=Tenants(config.router.api_keys, config.router.admin_key),
         workers=workers,
+        recall=Recall(known, model.tokenizer, workers),
         fingerprint=lambda: identity.fingerprint,
         largest_answer=lambda prompt_tokens: _largest_answer(placer.admission, prompt_tokens),
         retry_after_s=lambda: _retry_after_s(placer),

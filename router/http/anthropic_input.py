@@ -1,7 +1,6 @@
 """Anthropic requests to the form the chat template takes. `cache_control` is accepted: every block is cached anyway."""
 
 import json
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,11 +59,11 @@ def openai_messages(fields: MessagesRequest) -> list[dict[str, Any]]:
     if fields.system:
         found.append({"role": "system", "content": _text("system", fields.system)})
     for i, message in enumerate(fields.messages):
-        found += _message(f"messages[{i}]", message)
+        found += openai_message(f"messages[{i}]", message)
     return found
 
 
-def _message(where: str, message: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def openai_message(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise InputError(f"{where}.role: expected 'user' or 'assistant'", f"{where}.role")

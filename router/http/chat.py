@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from headrace.router.generation import Generation
 from headrace.router.http.body import check
 from headrace.router.http.conversation import check_tools, template_messages, template_options
 from headrace.router.http.errors import openai_error
+from headrace.router.http.recall import Answers, Conversation, Prompt
 from headrace.router.http.schemas import ChatRequest
 from headrace.router.http.service import Service
 from headrace.router.http.serving import serve
@@ -31,11 +32,11 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         fields = check(ChatRequest, raw)
         service.check_model(fields.model)
         tools = _tools(fields)
-        text, prompt = await service.in_worker(lambda: _render(service, fields, tools))
+        conversation, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
         generation = service.generation(
-            tenant=tenant, fields=fields, prompts=[prompt], top_logprobs=_top_logprobs(fields), prefix="chatcmpl"
+            tenant=tenant, fields=fields, prompts=[prompt.ids], top_logprobs=_top_logprobs(fields), prefix="chatcmpl"
         )
-        shape = ChatShape(service, generation, fields, in_reasoning=text.endswith(THINK), tools=tools)
+        shape = ChatShape(service, generation, fields, conversation, prompt)
         return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())
 
 
@@ -59,11 +60,13 @@ def _top_logprobs(fields: ChatRequest) -> int:
     return (fields.top_logprobs or 0) if fields.logprobs else -1
 
 
-def _render(service: Service, fields: ChatRequest, tools: list[dict[str, Any]]) -> tuple[str, list[int]]:
-    """Prompt text and ids. Runs in a worker thread."""
+def _render(
+    service: Service, fields: ChatRequest, tools: list[dict[str, Any]], prompt_of: Callable[[str], Prompt]
+) -> tuple[Conversation, Prompt]:
+    """Runs in a worker thread."""
     options = template_options(fields.chat_template_kwargs, fields.reasoning_effort)
-    text = service.model.template.render(template_messages(fields.messages), tools, options=options)
-    return text, service.model.tokenizer.encode(text)
+    conversation = Conversation(service.model.template, template_messages(fields.messages), tools, options)
+    return conversation, prompt_of(conversation.text())
 
 
 class ChatChoice:
@@ -77,7 +80,6 @@ class ChatChoice:
         self.finish_reason: str | None = None
         self.stop_reason: str | None = None
         self.logprobs: list[dict[str, Any]] = []
-        self.ids: list[int] = []
 
     def add(self, delta: dict[str, Any]) -> None:
         """Merge a streamed delta into the message."""
@@ -91,14 +93,13 @@ class ChatChoice:
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
-    def whole(self, logprobs: bool, ids: bool) -> dict[str, Any]:
+    def whole(self, logprobs: bool) -> dict[str, Any]:
         return {
             "index": self.index,
             "message": {"refusal": None, **self.message},
             "logprobs": {"content": self.logprobs, "refusal": None} if logprobs else None,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
-            **({"token_ids": self.ids} if ids else {}),
         }
 
 
@@ -126,9 +127,8 @@ class ChatShape:
         service: Service,
         generation: Generation,
         fields: ChatRequest,
-        *,
-        in_reasoning: bool,
-        tools: list[dict[str, Any]],
+        conversation: Conversation,
+        prompt: Prompt,
     ) -> None:
         self._tokenizer = service.model.tokenizer
         self._generation = generation
@@ -142,10 +142,14 @@ class ChatShape:
             "model": service.model.name,
             "system_fingerprint": service.system_fingerprint,
         }
-        types = ToolTypes(tools) if tools else None
+        self._conversation, self._prompt = conversation, prompt
+        types = ToolTypes(conversation.tools) if conversation.tools else None
+        in_reasoning = prompt.text.endswith(THINK)
         self._choices = [
             ChatChoice(i, GlmParser(in_reasoning=in_reasoning, tools=types)) for i in range(generation.choices)
         ]
+        stops = generation.spec.rules.stop_token_ids
+        self._answers = Answers(service.recall, [prompt] * generation.choices, stops, self._written)
 
     def start(self) -> Iterable[bytes]:
         return ()
@@ -153,9 +157,9 @@ class ChatShape:
     def feed(self, index: int, delta: TextDelta) -> Iterable[bytes]:
         choice = self._choices[index]
         pieces: list[Piece] = []
-        for i, part in enumerate(delta.parts):
+        for i, shown in enumerate(delta.parts):
             self._reasoning_tokens += choice.parser.in_reasoning and i < delta.tokens
-            pieces += choice.parser.push(part)
+            pieces += choice.parser.push(shown)
         if delta.finish_reason is not None:
             pieces += choice.parser.finish()
             choice.stop_reason = delta.stop
@@ -163,19 +167,20 @@ class ChatShape:
             choice.finish_reason = "tool_calls" if calls and delta.finish_reason == "stop" else delta.finish_reason
         logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else []
         choice.logprobs += logprobs
-        choice.ids += delta.ids
+        deltas = [delta_of(piece) for piece in merged(pieces)]
+        for part in deltas:
+            choice.add(part)
+        self._answers.take(index, delta)
         extra: dict[str, Any] = {"logprobs": {"content": logprobs, "refusal": None}} if logprobs else {}
         if self._ids and delta.ids:
             extra["token_ids"] = list(delta.ids)
-        return self._chunks(choice, [delta_of(piece) for piece in merged(pieces)], extra)
+        return self._chunks(choice, deltas, extra)
 
     def _chunks(self, choice: ChatChoice, deltas: list[dict[str, Any]], extra: dict[str, Any]) -> Iterable[bytes]:
         """`extra`: what goes out once per step, with its first chunk: logprobs and token ids."""
         if not choice.opened:
             choice.opened = True
             yield self._chunk(choice, {"role": "assistant", "content": ""}, {}, **self._prompt_ids())
-        for delta in deltas:
-            choice.add(delta)
         if extra and not deltas:
             deltas = [{}]
         for i, delta in enumerate(deltas):
@@ -185,12 +190,19 @@ class ChatShape:
             yield self._chunk(choice, {}, ended)
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._generation.spec.prompts[0])} if self._ids else {}
+        return {"prompt_token_ids": list(self._prompt.ids)} if self._ids else {}
 
     def _chunk(self, choice: ChatChoice, delta: dict[str, Any], extra: dict[str, Any], **whole: Any) -> bytes:
         part = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}
         usage = {"usage": None} if self._usage_wanted else {}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [part], **usage, **whole})
+
+    def _written(self, index: int) -> Callable[[], str]:
+        message = self._choices[index].message
+        return lambda: self._conversation.written(self._prompt.text, message)
+
+    def over(self) -> None:
+        self._answers.close()
 
     def end(self) -> Iterable[bytes]:
         if not self._usage_wanted:
@@ -205,6 +217,9 @@ class ChatShape:
         return (event(openai_error(error)),)
 
     def body(self) -> dict[str, Any]:
-        choices = [choice.whole(self._logprobs, self._ids) for choice in self._choices]
+        choices = [choice.whole(self._logprobs) for choice in self._choices]
+        if self._ids:
+            for choice, ids in zip(choices, self._answers.ids, strict=True):
+                choice["token_ids"] = ids
         whole = self._prompt_ids()
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage(), **whole}

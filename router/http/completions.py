@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from headrace.router.answers.text import TextDelta
 from headrace.router.generation import Generation
 from headrace.router.http.body import check
 from headrace.router.http.errors import openai_error
+from headrace.router.http.recall import Answers, Prompt
 from headrace.router.http.schemas import MAX_CHOICES, CompletionRequest
 from headrace.router.http.service import Service
 from headrace.router.http.serving import serve
@@ -27,12 +28,14 @@ async def create_completion(service: Service, request: Request) -> Response:
         fields = check(CompletionRequest, raw)
         service.check_model(fields.model)
         _refuse_unsupported(fields)
-        prompts = await service.in_worker(lambda: _prompts(service, fields))
+        prompts = await service.recall.prompts(tenant, lambda prompt: _prompts(service, fields, prompt))
         if len(prompts) * (fields.n or 1) > MAX_CHOICES:
             raise InputError(f"{len(prompts)} prompts with n {fields.n} are more than {MAX_CHOICES} choices", "n")
         top = -1 if fields.logprobs is None else fields.logprobs
-        generation = service.generation(tenant=tenant, fields=fields, prompts=prompts, top_logprobs=top, prefix="cmpl")
-        shape = CompletionShape(service, generation, fields)
+        generation = service.generation(
+            tenant=tenant, fields=fields, prompts=[p.ids for p in prompts], top_logprobs=top, prefix="cmpl"
+        )
+        shape = CompletionShape(service, generation, fields, prompts)
         return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())
 
 
@@ -45,27 +48,27 @@ def _refuse_unsupported(fields: CompletionRequest) -> None:
         raise InputError("logprobs of an echoed prompt are not supported", "echo")
 
 
-def _prompts(service: Service, fields: CompletionRequest) -> list[list[int]]:
-    """Token ids of each prompt. Runs in a worker thread. Raises InputError."""
+def _prompts(service: Service, fields: CompletionRequest, prompt_of: Callable[[str], Prompt]) -> list[Prompt]:
+    """Each prompt. Runs in a worker thread. Raises InputError."""
     prompt = fields.prompt
     if isinstance(prompt, str):
-        return [service.model.tokenizer.encode(prompt)]
+        return [prompt_of(prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise InputError(
             "prompt: expected a string, a list of strings, a list of token ids or a list of such lists", "prompt"
         )
     if all(type(item) is int for item in prompt):
         service.check_ids(prompt, "prompt")
-        return [prompt]
+        return [Prompt(prompt)]
     if len(prompt) > MAX_CHOICES:
         raise InputError(f"prompt: {len(prompt)} prompts, at most {MAX_CHOICES} are taken", "prompt")
     found = []
     for i, item in enumerate(prompt):
         if isinstance(item, str):
-            found.append(service.model.tokenizer.encode(item))
+            found.append(prompt_of(item))
         elif isinstance(item, list) and item and all(type(token) is int for token in item):
             service.check_ids(item, f"prompt[{i}]")
-            found.append(item)
+            found.append(Prompt(item))
         else:
             raise InputError(f"prompt[{i}]: expected a string or a list of token ids", f"prompt[{i}]")
     return found
@@ -74,7 +77,9 @@ def _prompts(service: Service, fields: CompletionRequest) -> list[list[int]]:
 class CompletionShape:
     """Implements serving.Shape."""
 
-    def __init__(self, service: Service, generation: Generation, fields: CompletionRequest) -> None:
+    def __init__(
+        self, service: Service, generation: Generation, fields: CompletionRequest, prompts: Sequence[Prompt]
+    ) -> None:
         tokenizer = service.model.tokenizer
         self._generation = generation
         self._usage_wanted = fields.stream_options is not None and fields.stream_options.include_usage
@@ -86,6 +91,14 @@ class CompletionShape:
             "system_fingerprint": service.system_fingerprint,
         }
         n = generation.spec.n
+        self._answers = Answers(
+            service.recall,
+            [prompts[i // n] for i in range(generation.choices)],
+            generation.spec.rules.stop_token_ids,
+            self._written,
+        )
+        self._texts = [""] * generation.choices
+        """As in the choices, without the echo."""
         self._echoes = [
             tokenizer.decode(generation.spec.prompts[i // n], skip_special=False) if fields.echo else ""
             for i in range(generation.choices)
@@ -111,6 +124,8 @@ class CompletionShape:
             "stop_reason": delta.stop,
         }
         self._echoes[index] = ""
+        self._texts[index] += delta.text
+        self._answers.take(index, delta)
         if self._ids:
             part["token_ids"] = list(delta.ids)
             if "token_ids" not in self._choices[index]:
@@ -120,6 +135,13 @@ class CompletionShape:
             return ()
         usage = {"usage": None} if self._usage_wanted else {}
         return (event({**self._head, "choices": [part], **usage}),)
+
+    def _written(self, index: int) -> Callable[[], str]:
+        text = self._texts[index]
+        return lambda: text
+
+    def over(self) -> None:
+        self._answers.close()
 
     def end(self) -> Iterable[bytes]:
         if not self._usage_wanted:

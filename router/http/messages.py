@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -22,11 +22,18 @@ from headrace.router.answers.glm import (
 )
 from headrace.router.answers.text import TextDelta
 from headrace.router.generation import Generation, Usage
-from headrace.router.http.anthropic_input import MessagesRequest, openai_messages, openai_tools, thinking_options
+from headrace.router.http.anthropic_input import (
+    MessagesRequest,
+    openai_message,
+    openai_messages,
+    openai_tools,
+    thinking_options,
+)
 from headrace.router.http.body import check
 from headrace.router.http.chat import call_id
 from headrace.router.http.conversation import check_tools, template_messages
 from headrace.router.http.errors import anthropic_error, json_response
+from headrace.router.http.recall import Answers, Conversation, Prompt
 from headrace.router.http.service import Service
 from headrace.router.http.serving import serve
 from headrace.router.http.sse import event
@@ -43,27 +50,30 @@ async def create_message(service: Service, request: Request) -> Response:
         fields = check(MessagesRequest, raw)
         service.check_model(fields.model)
         tools = check_tools(openai_tools(fields))
-        text, prompt = await service.in_worker(lambda: _render(service, fields, tools))
+        conversation, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
         generation = service.generation(
-            tenant=tenant, fields=fields.common(), prompts=[prompt], top_logprobs=-1, prefix="msg"
+            tenant=tenant, fields=fields.common(), prompts=[prompt.ids], top_logprobs=-1, prefix="msg"
         )
-        shape = MessageShape(service, generation, in_reasoning=text.endswith(THINK), tools=tools)
+        shape = MessageShape(service, generation, conversation, prompt)
         return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    _, raw = await service.read(request)
+    tenant, raw = await service.read(request)
     fields = check(MessagesRequest, {"max_tokens": 1, **raw})
     service.check_model(fields.model)
     tools = check_tools(openai_tools(fields))
-    _, prompt = await service.in_worker(lambda: _render(service, fields, tools))
-    return json_response({"input_tokens": len(prompt)})
+    _, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
+    return json_response({"input_tokens": len(prompt.ids)})
 
 
-def _render(service: Service, fields: MessagesRequest, tools: list[dict[str, Any]]) -> tuple[str, list[int]]:
+def _render(
+    service: Service, fields: MessagesRequest, tools: list[dict[str, Any]], prompt_of: Callable[[str], Prompt]
+) -> tuple[Conversation, Prompt]:
+    """Runs in a worker thread."""
     messages = template_messages(openai_messages(fields))
-    text = service.model.template.render(messages, tools, options=thinking_options(fields))
-    return text, service.model.tokenizer.encode(text)
+    conversation = Conversation(service.model.template, messages, tools, thinking_options(fields))
+    return conversation, prompt_of(conversation.text())
 
 
 def anthropic_usage(usage: Usage) -> dict[str, Any]:
@@ -81,12 +91,13 @@ def anthropic_usage(usage: Usage) -> dict[str, Any]:
 class MessageShape:
     """Implements serving.Shape: content blocks are opened and closed as the kind of the text changes."""
 
-    def __init__(
-        self, service: Service, generation: Generation, *, in_reasoning: bool, tools: list[dict[str, Any]]
-    ) -> None:
+    def __init__(self, service: Service, generation: Generation, conversation: Conversation, prompt: Prompt) -> None:
         self._generation = generation
         self._model = service.model.name
-        self._parser = GlmParser(in_reasoning=in_reasoning, tools=ToolTypes(tools) if tools else None)
+        self._conversation, self._prompt = conversation, prompt
+        types = ToolTypes(conversation.tools) if conversation.tools else None
+        self._parser = GlmParser(in_reasoning=prompt.text.endswith(THINK), tools=types)
+        self._answers = Answers(service.recall, [prompt], generation.spec.rules.stop_token_ids, self._written)
         self._blocks: list[dict[str, Any]] = []
         self._open = False
         self._stop_reason: str | None = None
@@ -105,8 +116,9 @@ class MessageShape:
             self._stop_sequence = delta.stop
             if self._parser.complete_calls and self._stop_reason == "end_turn":
                 self._stop_reason = "tool_use"
-        for piece in merged(pieces):
-            yield from self._piece(piece)
+        frames = [frame for piece in merged(pieces) for frame in self._piece(piece)]
+        self._answers.take(index, delta)
+        return frames
 
     def _piece(self, piece: Piece) -> Iterable[bytes]:
         if isinstance(piece, CallStart):
@@ -148,6 +160,18 @@ class MessageShape:
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _frame({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
+
+    def _written(self, _index: int) -> Callable[[], str]:
+        blocks = [_finished(block) for block in self._blocks]
+
+        def written() -> str:
+            answer = openai_message("the answer", {"role": "assistant", "content": blocks})[0]
+            return self._conversation.written(self._prompt.text, answer)
+
+        return written
+
+    def over(self) -> None:
+        self._answers.close()
 
     def end(self) -> Iterable[bytes]:
         yield from self._close()

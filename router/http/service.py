@@ -21,6 +21,7 @@ from headrace.router.answers.text import TextRules
 from headrace.router.base import GenerationEngine
 from headrace.router.generation import Generation, GenerationSpec
 from headrace.router.http.body import read_json
+from headrace.router.http.recall import Recall
 from headrace.router.http.schemas import CommonRequest
 from headrace.router.http.tenants import Tenants, tenant_salt
 from headrace.router.metrics import Metrics
@@ -40,6 +41,7 @@ class Service:
     tenants: Tenants
     workers: Executor
     """For tokenising and rendering, off the event loop."""
+    recall: Recall
     fingerprint: Callable[[], bytes]
     """Fingerprint of the pools; empty while no box has answered."""
     largest_answer: Callable[[int], int]

@@ -37,6 +37,10 @@ class Shape(Protocol):
         """Frames after the last delta: usage, terminator."""
         ...
 
+    def over(self) -> None:
+        """The request has ended, by itself or not; called at least once, never blocks."""
+        ...
+
     def failure(self, error: HeadraceError) -> Iterable[bytes]:
         """The stream's error event."""
         ...
@@ -57,7 +61,7 @@ async def serve(
 ) -> Response:
     """Run it. `place` is what the request holds in the house; it is closed at the end of the response."""
     deltas = generation.deltas()
-    finish = _Finish(service, generation, place)
+    finish = _Finish(service, generation, shape, place)
     headers = {"x-request-id": generation.spec.request_id}
     try:
         if stream:
@@ -107,9 +111,10 @@ async def _frames(
 class _Finish:
     """Ends a request once: abort what runs, give its place back, count its outcome."""
 
-    def __init__(self, service: Service, generation: Generation, place: contextlib.ExitStack) -> None:
+    def __init__(self, service: Service, generation: Generation, shape: Shape, place: contextlib.ExitStack) -> None:
         self._service = service
         self._generation = generation
+        self._shape = shape
         self._place = place
         self._over = False
 
@@ -128,4 +133,5 @@ class _Finish:
             self._over = True
             self._generation.cancel()
             self._place.close()
+            self._shape.over()
             self._service.metrics.request_ended(outcome, self._generation.elapsed_s)

@@ -41,6 +41,7 @@ class Tokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         self._added = {int(t["id"]): str(t["content"]) for t in spec.get("added_tokens", ())}
+        self.borders = _borders(spec.get("added_tokens", ()))
         self.special_ids = frozenset(int(t["id"]) for t in spec.get("added_tokens", ()) if t["special"])
         self._bytes = self._byte_table()
 
@@ -70,6 +71,17 @@ class Tokenizer:
         ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
+    def is_border(self, text: str, at: int) -> bool:
+        """Whether `text` may be cut at character `at` for tokenising: the ids of both parts, joined, are those of the
+        whole, because an added token starts or ends there. Both ends of the text are such places."""
+        if at in (0, len(text)):
+            return True
+        return text.startswith(self.borders, at) or text.endswith(self.borders, 0, at)
+
+    def is_added(self, token: int) -> bool:
+        """Whether it is an added token that text may be cut after (`is_border`)."""
+        return self._added.get(token) in self.borders
+
     def id_of(self, text: str) -> int | None:
         """The id of a token that is written exactly so."""
         found: int | None = self._library.token_to_id(text)
@@ -83,6 +95,26 @@ class Tokenizer:
         """Text of a whole sequence; invalid UTF-8 becomes U+FFFD."""
         skipped = self.special_ids if skip_special else frozenset()
         return b"".join(self.bytes_of(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+
+
+def _borders(added: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Added tokens that separate what is around them wherever they are written: those that take no neighbouring space
+    and share no character with another added token that could be found in their place."""
+    every = [str(token["content"]) for token in added]
+    found = []
+    for token in added:
+        text = str(token["content"])
+        greedy = any(token.get(flag) for flag in ("lstrip", "rstrip", "single_word", "normalized"))
+        if text and not greedy and not any(_overlap(text, other) for other in every if other):
+            found.append(text)
+    return tuple(found)
+
+
+def _overlap(one: str, other: str) -> bool:
+    if one != other and (one in other or other in one):
+        return True
+    sizes = range(1, min(len(one), len(other)))
+    return any(one.endswith(other[:n]) or other.endswith(one[:n]) for n in sizes)
 
 
 def _is_byte_level(decoder: Any) -> bool:

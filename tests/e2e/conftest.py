@@ -114,9 +114,6 @@ class Reference:
             self._answers[key] = self._engine.generate(prompt, params, 0).tokens
         return self._answers[key]
 
-    def text(self, prompt: list[int], max_tokens: int) -> str:
-        return self.tokenizer.decode(self.greedy(prompt, max_tokens), skip_special_tokens=False)
-
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
@@ -130,24 +127,24 @@ def code_tokens(reference: Reference) -> list[int]:
     return reference.tokenizer.encode((root / "kvstore/host_tier.py").read_text(), add_special_tokens=False).ids
 
 
-def ask(url: str, prompt: list[int], max_tokens: int = 24, **fields: Any) -> tuple[str, dict[str, Any]]:
-    """One greedy completion of token ids: (answer with its special tokens, usage). It never stops early."""
+def ask(url: str, prompt: list[int], max_tokens: int = 24, **fields: Any) -> tuple[list[int], dict[str, Any]]:
+    """One greedy completion of token ids: (answer ids, usage). It never stops early."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "skip_special_tokens": False,
+        "return_token_ids": True,
         **fields,
     }
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0, trust_env=False)
     assert answer.status_code == 200, answer.text
     raw = answer.json()
-    return raw["choices"][0]["text"], raw["usage"]
+    return raw["choices"][0]["token_ids"], raw["usage"]
 
 
 @pytest.fixture(scope="session")
-def complete() -> Callable[..., tuple[str, dict[str, Any]]]:
+def complete() -> Callable[..., tuple[list[int], dict[str, Any]]]:
     return ask
 
 

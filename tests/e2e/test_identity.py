@@ -30,7 +30,7 @@ def cut(tokens: list[int], length: int) -> list[int]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_path_gives_the_reference_tokens(variant, reference, code_tokens, complete, length) -> None:
     prompt = cut(code_tokens, length)
-    wanted = reference.text(prompt, 24)
+    wanted = reference.greedy(prompt, 24)
     cold, cold_usage = complete(variant.url, prompt)
     warm, warm_usage = complete(variant.url, prompt)
     assert cold == wanted
@@ -49,12 +49,12 @@ def test_decode_ranks_compute_no_prompt_position(variant, boxes) -> None:
 def test_the_next_turn_hits_prompt_and_answer(variant, reference, code_tokens, complete) -> None:
     """Hits cover 64 * floor((L + A - 1) / 64): the last sampled token has no KV yet."""
     prompt = code_tokens[1500:1600]
-    answer = reference.greedy(prompt, 61)
-    assert complete(variant.url, prompt, 61)[0] == reference.text(prompt, 61)
+    answer, _ = complete(variant.url, prompt, 61)
+    assert answer == reference.greedy(prompt, 61)
     longer = [*prompt, *answer, *code_tokens[1700:1790]]
     again, usage = complete(variant.url, longer)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 64 * ((100 + 61 - 1) // 64)
-    assert again == reference.text(longer, 24)
+    assert again == reference.greedy(longer, 24)
 
 
 def test_host_hits_equal_cold_runs(serve, reference, code_tokens, complete) -> None:
@@ -63,10 +63,10 @@ def test_host_hits_equal_cold_runs(serve, reference, code_tokens, complete) -> N
     small = ("deploy.launcher=process", "prefill.device_blocks=12", "decode.device_blocks=12", "decode.dp=1")
     with serve(*small) as service:
         for prompt in prompts:
-            assert complete(service.url, prompt)[0] == reference.text(prompt, 24)
+            assert complete(service.url, prompt)[0] == reference.greedy(prompt, 24)
         for prompt in prompts:
             answer, usage = complete(service.url, prompt)
-            assert answer == reference.text(prompt, 24)
+            assert answer == reference.greedy(prompt, 24)
             tiers = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
             assert sum(tiers.values()) == 320
             assert tiers.get("host", 0) > 0
@@ -77,5 +77,5 @@ def test_a_flush_forgets_and_changes_no_token(variant, reference, code_tokens, c
     complete(variant.url, prompt)
     flush(variant.url)
     answer, usage = complete(variant.url, prompt)
-    assert answer == reference.text(prompt, 24)
+    assert answer == reference.greedy(prompt, 24)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,4 +1,4 @@
-"""Processes that end without a word: clients get the text of an undisturbed run, and nothing stays held."""
+"""Processes that end without a word: clients get the tokens of an undisturbed run, and nothing stays held."""
 
 import json
 import os
@@ -41,11 +41,12 @@ def wait_all_back(service, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def stream_and_kill(service, prompt: list[int], box: str, max_tokens: int) -> str:
-    """The text of a stream during which `box` is killed, once a few tokens are out."""
+def stream_and_kill(service, prompt: list[int], box: str, max_tokens: int) -> list[int]:
+    """The token ids of a stream during which `box` is killed, once a few tokens are out."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    body["skip_special_tokens"] = False
-    text, killed = "", False
+    body["return_token_ids"] = True
+    ids: list[int] = []
+    killed = False
     with (
         httpx.Client(base_url=service.url, timeout=120.0, trust_env=False) as client,
         client.stream("POST", "/v1/completions", json=body) as answer,
@@ -55,11 +56,11 @@ def stream_and_kill(service, prompt: list[int], box: str, max_tokens: int) -> st
                 continue
             event = json.loads(line[6:])
             assert "error" not in event, event
-            text += "".join(choice["text"] for choice in event["choices"])
-            if text and not killed:
+            ids += [token for choice in event["choices"] for token in choice["token_ids"]]
+            if ids and not killed:
                 killed = True
                 kill(service, box)
-    return text
+    return ids
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,13 @@ class RouterConfig:
         0, "Answer length when the client gives none; 0: what the context leaves", unit="tokens", minimum=0
     )
     request_timeout_s: float = setting(600.0, "Deadline of one request", unit="seconds", minimum=1)
+    known_text_bytes: int = setting(
+        128 << 20,
+        "Memory for the token ids of texts that were prompts or answers, so that an answer sent back becomes the very "
+        "ids it was generated as and a conversation is not tokenised again; least recently used ones go; 0: off",
+        unit="bytes",
+        minimum=0,
+    )
     keep_alive_s: int = setting(900, "Idle HTTP connections are kept this long", unit="seconds", minimum=1)
 
 
