@@ -108,6 +108,18 @@ def check_checkpoint(config: Config) -> tuple[str, str]:
     )
 
 
+def check_policies(config: Config) -> tuple[str, str]:
+    from headrace.kvstore.policies import make_policy
+
+    names = (config.store.host_policy, config.store.device_policy)
+    try:
+        for name in names:
+            make_policy(name, config.decode.device_blocks)
+    except HeadraceError as error:
+        return "stop", str(error)
+    return "ok", f"{names[0]} in the host tier, {names[1]} in device tiers"
+
+
 def check_redis(config: Config) -> tuple[str, str]:
     if not config.directory.url:
         return "ok", "not used (directory.url is empty)"
@@ -159,6 +171,7 @@ CHECKS: tuple[Callable[[Config], tuple[str, str]], ...] = (
     check_pinned_memory,
     check_open_files,
     check_checkpoint,
+    check_policies,
     check_redis,
     check_port,
     check_exposure,

@@ -43,7 +43,10 @@ class RunDir:
         self._keep = bool(configured)
         if configured:
             self.path = Path(configured).absolute()
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"deploy.run_dir: cannot create {self.path}: {error.strerror}") from error
         else:
             parent = _runs_parent()
             remove_stale(parent, self._shm_dir)

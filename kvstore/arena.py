@@ -46,7 +46,10 @@ class Arena:
         total = HEADER_BYTES + slots * slot_bytes
         _check_room(directory, host_bytes, slot_bytes, total)
         path = directory / f"{prefix}-{owner}{SUFFIX}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"store.shm_dir: cannot create a file in {directory}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, total)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from headrace.config import Config, to_dict
+from headrace.kvstore.policies import policy_names
 
 HELP = "Print the configuration as YAML with each field's meaning, unit and allowed values."
 EXAMPLE = "headrace config --set decode.dp=4 > my.yaml"
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.choices:
         choices = {path: list(meta["choices"]) for path, _, meta in fields(args.config) if meta["choices"]}
+        choices |= dict.fromkeys(("store.host_policy", "store.device_policy"), policy_names())
         print(json.dumps(choices, indent=2) if args.json else _choices_text(choices))
     elif args.json:
         print(json.dumps(to_dict(args.config), indent=2))

@@ -54,6 +54,12 @@ def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     run.close()
 
 
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"deploy\.run_dir: cannot create .*file/run: Not a directory"):
+        RunDir(str(tmp_path / "file" / "run"), str(tmp_path / "shm"))
+
+
 def test_a_path_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"deploy\.run_dir.*at most 80"):
         RunDir(str(tmp_path / ("x" * 90)), str(tmp_path / "shm"))

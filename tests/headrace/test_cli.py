@@ -80,7 +80,14 @@ def test_config_json_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(to_dict(load_config())))
     assert main(["config", "--choices", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["deploy.launcher"] == ["ray", "process"]
+    choices = json.loads(capsys.readouterr().out)
+    assert choices["deploy.launcher"] == ["ray", "process"]
+    assert "gdsf" in choices["store.host_policy"]
+
+
+def test_doctor_names_a_policy_that_would_stop_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--set", "store.device_policy=best"]) == 1
+    assert "STOP policies: eviction policy 'best' is not known; known: arc" in capsys.readouterr().out
 
 
 def test_version_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,10 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ("decode.dp.x=3", "decode.dp: expected int"),
         ("decode.dp", "expected section.field=value"),
         ("router.port=[", "not YAML"),
+        ("store.verify_share=.nan", "store.verify_share: expected float, got nan"),
+        ("deploy.grace_s=.inf", "deploy.grace_s: expected float, got inf"),
+        ("router.api_keys=a", "router.api_keys: expected a list like [a], got 'a'"),
+        ("directory.url=http://x", "directory.url: 'http://x' does not start with one of redis://"),
         ("store.verify_share=2", "store.verify_share: 2.0 is outside 0.0 .. 1.0"),
     ],
 )

@@ -81,6 +81,13 @@ def test_a_second_start_removes_what_a_killed_daemon_left(directory):
     second.close()
 
 
+def test_a_place_that_takes_no_file_is_refused_by_its_setting(directory):
+    file = directory / "a file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"store\.shm_dir: cannot create a file in .*: Not a directory"):
+        make(file)
+
+
 def test_what_does_not_fit_is_refused_with_numbers(directory, monkeypatch):
     with pytest.raises(ConfigError, match="does not hold one block of 8192 bytes"):
         make(directory, host_bytes=8191)

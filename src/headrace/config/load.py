@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,8 @@ import yaml
 
 from headrace.config.tree import Config
 from headrace.errors import ConfigError
+
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def load_config(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -107,7 +110,7 @@ def _coerce(where: str, value: Any, hint: Any) -> Any:
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         return value
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if hint is str:
         # YAML reads `off` as False and `1` as 1; both are fine texts for a text field.
@@ -118,7 +121,7 @@ def _coerce(where: str, value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         inner = typing.get_args(hint)[0]
         return tuple(_coerce(f"{where}[{i}]", item, inner) for i, item in enumerate(value))
-    name = getattr(hint, "__name__", str(hint)) if not isinstance(hint, types.GenericAlias) else str(hint)
+    name = f"a list like [{value}]" if isinstance(hint, types.GenericAlias) else hint.__name__
     raise ConfigError(f"{where}: expected {name}, got {value!r}")
 
 
@@ -126,6 +129,9 @@ def _check_whole(config: Config) -> None:
     """Rules that need more than one field."""
     if config.prefill.chunk_tokens % 64:
         raise ConfigError(f"prefill.chunk_tokens: {config.prefill.chunk_tokens} is not a multiple of 64 tokens")
+    url = config.directory.url
+    if url and not url.startswith(REDIS_SCHEMES):
+        raise ConfigError(f"directory.url: {url!r} does not start with one of {', '.join(REDIS_SCHEMES)}")
 
 
 def _join(path: str, key: object) -> str:
