@@ -114,12 +114,13 @@ def _check_one(source: SafetensorsSource, tensor: TensorShape) -> list[str]:
 
 class DummySource:
     """Random weights of a spec's shapes. A tensor's values depend on (seed, name) alone, so any split over ranks holds
-    shards of the same model. `quantised` False: bf16 everywhere, as the BF16 repositories."""
+    shards of the same model. `quantised` False: bf16, as the BF16 repositories; None: as the config announces."""
 
-    def __init__(self, spec: ModelSpec, seed: int, quantised: bool = True) -> None:
+    def __init__(self, spec: ModelSpec, seed: int, quantised: bool | None = None) -> None:
         self._seed = seed
         self._shapes = {tensor.name: tensor for tensor in model_tensors(spec)}
-        self._scaled = {name for name, tensor in self._shapes.items() if quantised and tensor.quantisable}
+        fp8_matrices = spec.quantised if quantised is None else quantised
+        self._scaled = {name for name, tensor in self._shapes.items() if fp8_matrices and tensor.quantisable}
         self._last: tuple[str, Tensor, Tensor] | None = None
 
     def has(self, name: str) -> bool:
