@@ -6,7 +6,7 @@ checkpoint. `stored_tensors` is what the published repositories hold: dtypes, sc
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from headrace.model.spec import ModelSpec
 
@@ -47,11 +47,11 @@ class StoredTensor:
         return self.values * DTYPE_BYTES[self.dtype]
 
 
-def stored_tensors(spec: ModelSpec, quantised: bool | None = None) -> Iterator[StoredTensor]:
-    """The published layout, FP8 or BF16; None: as the config announces. A scale follows its weight."""
-    fp8 = spec.quantised if quantised is None else quantised
+def stored_tensors(spec: ModelSpec, is_fp8: Callable[[str], bool] | None = None) -> Iterator[StoredTensor]:
+    """The published layout. `is_fp8` says of a matrix that could be FP8 whether it is; None: as the config announces.
+    A scale follows its weight."""
     for tensor in model_tensors(spec):
-        if fp8 and tensor.quantisable:
+        if tensor.quantisable and (spec.quantised if is_fp8 is None else is_fp8(tensor.name)):
             yield StoredTensor(tensor.name, tensor.shape, "F8_E4M3", tensor.expert)
             yield StoredTensor(tensor.name + SCALE_SUFFIX, scale_shape(tensor.shape), "F32", tensor.expert)
         else:
