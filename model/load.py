@@ -1,5 +1,6 @@
 """Build a rank's model from a checkpoint directory or from random weights."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ from headrace.kernels.formats import FORMATS, RowFormat
 from headrace.kernels.registry import KernelSet, kernel_set
 from headrace.model.attention import Attention, AttentionWeights, IndexerWeights, split_kv_b
 from headrace.model.moe import Mlp, MlpWeights, Moe, MoeWeights
-from headrace.model.source import DummySource, SafetensorsSource, TensorSource, check_tensors
+from headrace.model.source import DummySource, SafetensorsSource, TensorSource, check_tensors, mtp_copies
 from headrace.model.spec import ModelSpec, resolve_path
-from headrace.model.tensors import SCALE_SUFFIX
+from headrace.model.stream import LoadReport, TensorStream
+from headrace.model.tensors import SCALE_SUFFIX, TensorShape, model_tensors
 from headrace.model.transformer import Layer, MtpLayer, Transformer
 
 
@@ -30,11 +32,13 @@ def load_model(
     *,
     kernels: str = "auto",
     dummy_seed: int = 0,
+    progress: Callable[[LoadReport], None] | None = None,
 ) -> Transformer:
     """One rank's model: everything but the routed experts, and of those a contiguous share of `ep_size`.
 
     `load_format` is `safetensors` or `dummy` (then `path` is not read). Raises CheckpointError listing every tensor
-    that is missing, extra, misshapen or wrongly typed; KernelUnsupported when no backend takes the model.
+    that is missing, extra, misshapen or wrongly typed; KernelUnsupported when no backend takes the model. `progress`
+    hears after every tensor read from files.
     """
     if load_format == "dummy":
         return build_model(
@@ -45,9 +49,29 @@ def load_model(
     source = SafetensorsSource(resolve_path(path))
     try:
         check_tensors(source, spec)
-        return build_model(source, spec, device, ep_rank, ep_size, row_format, deterministic, kernels=kernels)
+        names = read_order(source, spec, expert_share(spec.n_routed_experts, ep_rank, ep_size))
+        stream = TensorStream(source, names, progress=progress, copies=mtp_copies(source, spec))
+        try:
+            return build_model(stream, spec, device, ep_rank, ep_size, row_format, deterministic, kernels=kernels)
+        finally:
+            stream.close()
     finally:
         source.close()
+
+
+def read_order(source: TensorSource, spec: ModelSpec, experts: range) -> list[str]:
+    """Names of a rank's tensors, nearly in the order in which `_Builder` asks for them: by layer, and in a layer the
+    gates of all experts before the ups and the downs; embedding and head last."""
+    mine = [tensor for tensor in model_tensors(spec) if tensor.expert < 0 or tensor.expert in experts]
+    parts = ("gate_proj", "up_proj", "down_proj")
+
+    def place(tensor: TensorShape) -> tuple[int, int]:
+        words = tensor.name.split(".")
+        layer = int(words[2]) if words[1] == "layers" else spec.mtp_layer + 1
+        return layer, parts.index(words[-2]) if tensor.expert >= 0 else -1
+
+    pairs = [(tensor.name, tensor.name + SCALE_SUFFIX) for tensor in sorted(mine, key=place)]
+    return [name for pair in pairs for name in pair if source.has(name)]
 
 
 def build_model(

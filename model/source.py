@@ -4,15 +4,15 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.kernels import fp8
 from headrace.kernels.formats import FP8_MAX
+from headrace.model.shards import ShardFile
 from headrace.model.spec import ModelSpec
 from headrace.model.tensors import SCALE_SUFFIX, TensorShape, model_tensors, scale_shape
 
@@ -29,12 +29,26 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """Memory-mapped shards, opened when first needed. Only tensors that are asked for are read."""
+    """The shards of a directory. Opening reads their headers; `get` reads one tensor and may be called from any thread.
+
+    `problems` says what is wrong with the files themselves; `check_tensors` reports it with the rest."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._files: dict[str, Any] = {}
-        self._where = self._locate()
+        self.problems: list[str] = []
+        self._shards: dict[str, ShardFile] = {}
+        files = self._files(directory)
+        for file in sorted(set(files.values())) if files else [SINGLE_FILE]:
+            try:
+                self._shards[file] = ShardFile(directory / file)
+            except CheckpointError as error:
+                self.problems.append(f"shard: {error}")
+        self._where = {name: (shard, entry) for shard in self._shards.values() for name, entry in shard.entries.items()}
+        for name, file in files.items():
+            shard = self._shards.get(file)
+            if shard is not None and name not in shard.entries:
+                self.problems.append(f"index: {name} is not in {file}")
+            elif shard is not None:
+                self._where[name] = (shard, shard.entries[name])
 
     def names(self) -> Iterable[str]:
         return self._where
@@ -43,56 +57,56 @@ class SafetensorsSource:
         return name in self._where
 
     def get(self, name: str) -> Tensor:
-        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
-        return tensor
+        return self._where[name][0].read(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+        return self._where[name][1].shape
 
     def dtype(self, name: str) -> str:
         """The safetensors name: F8_E4M3, BF16, F32, F16."""
-        return str(self._open(self._where[name]).get_slice(name).get_dtype())
+        return self._where[name][1].dtype
+
+    def nbytes(self, name: str) -> int:
+        return self._where[name][1].nbytes
 
     def close(self) -> None:
-        self._files.clear()
+        for shard in self._shards.values():
+            shard.close()
 
-    def _locate(self) -> dict[str, str]:
-        index = self._directory / INDEX_FILE
+    @staticmethod
+    def _files(directory: Path) -> dict[str, str]:
+        """Tensor -> file as the index says; empty: there is one file and no index."""
+        index = directory / INDEX_FILE
         if index.exists():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            absent = sorted({file for file in weight_map.values() if not (self._directory / file).exists()})
-            if absent:
-                raise CheckpointError(f"{self._directory}: {len(absent)} shards are missing: {', '.join(absent)}")
-            return weight_map
-        if not (self._directory / SINGLE_FILE).exists():
-            raise CheckpointError(f"{self._directory}: neither {INDEX_FILE} nor {SINGLE_FILE}")
-        return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
             try:
-                self._files[file] = safe_open(str(self._directory / file), framework="pt", device="cpu")
-            except Exception as error:
-                raise CheckpointError(f"{self._directory / file}: not a safetensors file: {error}") from error
-        return self._files[file]
+                weight_map = json.loads(index.read_text())["weight_map"]
+                return {str(name): str(file) for name, file in weight_map.items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from error
+        if not (directory / SINGLE_FILE).exists():
+            raise CheckpointError(f"{directory}: neither {INDEX_FILE} nor {SINGLE_FILE}")
+        return {}
+
+
+def mtp_copies(source: SafetensorsSource, spec: ModelSpec) -> list[str]:
+    """Embedding and head that DeepSeek's checkpoints repeat under the MTP layer; nobody reads them."""
+    prefix = f"model.layers.{spec.mtp_layer}."
+    return [n for n in source.names() if n.startswith((f"{prefix}embed_tokens.", f"{prefix}shared_head.head."))]
 
 
 def check_tensors(source: SafetensorsSource, spec: ModelSpec) -> None:
-    """Raise one CheckpointError listing every missing, extra, misshapen or wrongly typed tensor."""
-    problems: list[str] = []
-    expected: set[str] = set()
+    """Raise one CheckpointError: every unreadable shard, every missing, extra, misshapen or wrongly typed tensor."""
+    problems = list(source.problems)
+    expected = set(mtp_copies(source, spec))
     for tensor in model_tensors(spec):
         expected.update((tensor.name, tensor.name + SCALE_SUFFIX))
         if not source.has(tensor.name):
             problems.append(f"missing: {tensor.name} {list(tensor.shape)}")
             continue
         problems += _check_one(source, tensor)
-    copies = (f"model.layers.{spec.mtp_layer}.embed_tokens.", f"model.layers.{spec.mtp_layer}.shared_head.head.")
-    for name in source.names():
-        if name not in expected and not name.startswith(copies):
-            problems.append(f"extra: {name}")
+    problems += [f"extra: {name}" for name in source.names() if name not in expected]
     if problems:
-        raise CheckpointError(f"{len(problems)} tensors are wrong:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{len(problems)} tensors or files are wrong:\n  " + "\n  ".join(problems))
 
 
 def _check_one(source: SafetensorsSource, tensor: TensorShape) -> list[str]:
@@ -107,6 +121,8 @@ def _check_one(source: SafetensorsSource, tensor: TensorShape) -> list[str]:
         return found
     if dtype != "F8_E4M3":
         found.append(f"dtype: {tensor.name} is {dtype} but has {scale}; want F8_E4M3")
+    if source.dtype(scale) != "F32":
+        found.append(f"dtype: {scale} is {source.dtype(scale)}, want F32")
     if len(tensor.shape) == 2 and source.shape(scale) != scale_shape(tensor.shape):
         found.append(f"shape: {scale} is {list(source.shape(scale))}, want {list(scale_shape(tensor.shape))}")
     return found
@@ -114,12 +130,13 @@ def _check_one(source: SafetensorsSource, tensor: TensorShape) -> list[str]:
 
 class DummySource:
     """Random weights of a spec's shapes. A tensor's values depend on (seed, name) alone, so any split over ranks holds
-    shards of the same model. `quantised` False: bf16 everywhere, as the BF16 repositories."""
+    shards of the same model. `quantised` False: bf16, as the BF16 repositories; None: as the config announces."""
 
-    def __init__(self, spec: ModelSpec, seed: int, quantised: bool = True) -> None:
+    def __init__(self, spec: ModelSpec, seed: int, quantised: bool | None = None) -> None:
         self._seed = seed
         self._shapes = {tensor.name: tensor for tensor in model_tensors(spec)}
-        self._scaled = {name for name, tensor in self._shapes.items() if quantised and tensor.quantisable}
+        fp8_matrices = spec.quantised if quantised is None else quantised
+        self._scaled = {name for name, tensor in self._shapes.items() if fp8_matrices and tensor.quantisable}
         self._last: tuple[str, Tensor, Tensor] | None = None
 
     def has(self, name: str) -> bool:

@@ -15,6 +15,8 @@ from headrace.kernels.formats import INDEX_DIM, LATENT_DIM, ROPE_DIM
 from headrace.kvstore.layout import SlabLayout
 
 NANO = "nano"
+PRESETS = {"glm-5.1": "glm-5", "glm-5.1-fp8": "glm-5-fp8"}
+"""Presets that are another one under their own name: GLM-5.1 differs from GLM-5 in its weights only."""
 MODEL_TYPES = ("glm_moe_dsa", "deepseek_v32")
 
 
@@ -69,10 +71,12 @@ class ModelSpec:
     tie_word_embeddings: bool
     rms_norm_eps: float
     eos_token_ids: tuple[int, ...]
+    quantised: bool = True
+    """What the config announces. Dummy weights and plans believe it; in a checkpoint the tensors themselves decide."""
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelSpec":
-        """Parse and check a checkpoint directory, or `nano`. Raises CheckpointError listing every problem."""
+        """Parse and check a checkpoint directory, `nano` or a preset. Raises CheckpointError listing every problem."""
         directory = resolve_path(path)
         raw = _read_json(directory / "config.json")
         generation = directory / "generation_config.json"
@@ -106,14 +110,23 @@ class ModelSpec:
 
 
 def resolve_path(path: str | Path) -> Path:
-    """The directory of a checkpoint; `nano` is the one that ships with Headrace."""
+    """The directory of a checkpoint. `nano` is the one that ships with Headrace; a preset (`preset_names`) is a
+    published model's config.json without weights, and an existing directory of that name wins over it."""
+    room = Path(__file__).resolve().parent
     if str(path) == NANO:
-        directory = Path(__file__).resolve().parent / "nano" / "checkpoint"
-    else:
-        directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(f"{path}: no checkpoint directory at {directory}")
-    return directory
+        return room / "nano" / "checkpoint"
+    if Path(path).is_dir():
+        return Path(path)
+    name = str(path).lower()
+    if name in preset_names():
+        return room / "presets" / PRESETS.get(name, name)
+    known = ", ".join((NANO, *preset_names()))
+    raise CheckpointError(f"{path}: no such checkpoint directory, and not one of {known}")
+
+
+def preset_names() -> list[str]:
+    folder = Path(__file__).resolve().parent / "presets"
+    return sorted([*(entry.name for entry in folder.iterdir() if (entry / "config.json").exists()), *PRESETS])
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any], tokenizer_size: int | None, where: str) -> ModelSpec:
@@ -158,6 +171,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any], tokenizer_size
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-5),
         eos_token_ids=_eos_ids(raw, generation),
+        quantised=bool(raw.get("quantization_config")),
     )
     problems = reader.problems + _problems(spec, raw, nextn)
     if problems:

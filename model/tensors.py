@@ -1,14 +1,17 @@
 """Every tensor a checkpoint of a model must hold, from its dimensions alone. Torch-free.
 
-Whether a matrix is FP8 is not said here: the presence of `<name>_scale_inv` in the checkpoint decides.
+`model_tensors` is what a loader needs: whether a matrix is FP8 is decided by the presence of `<name>_scale_inv` in the
+checkpoint. `stored_tensors` is what the published repositories hold: dtypes, scales and bytes.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 from headrace.model.spec import ModelSpec
 
 SCALE_SUFFIX = "_scale_inv"
+DTYPE_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +25,38 @@ class TensorShape:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """One scale a 128 x 128 block; the last ones of a row or column may be partial."""
     return -(-shape[0] // 128), -(-shape[1] // 128)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of a published checkpoint; `dtype` is the safetensors name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    expert: int = -1
+
+    @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values * DTYPE_BYTES[self.dtype]
+
+
+def stored_tensors(spec: ModelSpec, is_fp8: Callable[[str], bool] | None = None) -> Iterator[StoredTensor]:
+    """The published layout. `is_fp8` says of a matrix that could be FP8 whether it is; None: as the config announces.
+    A scale follows its weight."""
+    for tensor in model_tensors(spec):
+        if tensor.quantisable and (spec.quantised if is_fp8 is None else is_fp8(tensor.name)):
+            yield StoredTensor(tensor.name, tensor.shape, "F8_E4M3", tensor.expert)
+            yield StoredTensor(tensor.name + SCALE_SUFFIX, scale_shape(tensor.shape), "F32", tensor.expert)
+        else:
+            dtype = "F32" if tensor.name.endswith("e_score_correction_bias") else "BF16"
+            yield StoredTensor(tensor.name, tensor.shape, dtype, tensor.expert)
 
 
 def model_tensors(spec: ModelSpec) -> Iterator[TensorShape]:

@@ -64,7 +64,7 @@ def tiny_model(
     ep_size: int = 1,
     row_format: str = "tile656",
     deterministic: bool = True,
-    quantised: bool = True,
+    quantised: bool | None = None,
 ) -> Transformer:
     """A CPU model with random weights; the same seed gives shards of the same model for any `ep_size`."""
     spec = spec or tiny_spec()
@@ -77,6 +77,8 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
     fields = dataclasses.asdict(spec)
     for derived in ("rope", "dense_layers", "full_layers", "has_mtp", "shares_draft_index", "used_vocab_size"):
         fields.pop(derived)
+    if fields.pop("quantised"):
+        fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     layers = range(spec.num_hidden_layers)
     return fields | {
         "architectures": ["GlmMoeDsaForCausalLM"],
@@ -98,11 +100,13 @@ def write_config(spec: ModelSpec, directory: Path) -> Path:
 
 
 def write_checkpoint(
-    spec: ModelSpec, directory: Path, *, seed: int = 0, quantised: bool = True, shards: int = 1
+    spec: ModelSpec, directory: Path, *, seed: int = 0, quantised: bool | None = None, shards: int = 1
 ) -> Path:
     """The weights of `tiny_model(spec, seed=seed)` as a Hugging Face directory."""
+    if quantised is not None:
+        spec = dataclasses.replace(spec, quantised=quantised)
     write_config(spec, directory)
-    source = DummySource(spec, seed, quantised)
+    source = DummySource(spec, seed)
     names = [n for t in model_tensors(spec) for n in (t.name, t.name + SCALE_SUFFIX) if source.has(n)]
     tensors: dict[str, torch.Tensor] = {name: source.get(name) for name in names}
     if shards == 1:

@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": "what this machine has, and what would stop a start",
     "status": "ask a running service how it is",
     "generate": "complete a prompt in one process, without the service",
+    "model": "plan a model's memory over the ranks of a deployment",
     "lab": "inspect a trace, simulate caches and the service, replay, benchmark",
     "version": "versions of Headrace and what it runs on",
 }

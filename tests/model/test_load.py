@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, KernelUnsupported
+from headrace.model.choose import LoadLog
 from headrace.model.exchange import LocalExchange
 from headrace.model.load import expert_share, load_model
 from headrace.model.mono import MonoEngine
@@ -28,12 +29,12 @@ def hidden_of(model: Transformer) -> torch.Tensor:
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_checkpoint_loads_as_the_dummy_it_was_written_from(tmp_path: Path, quantised: bool, shards: int) -> None:
-    spec = tiny_spec(used_vocab_size=512)
-    write_checkpoint(spec, tmp_path, seed=4, quantised=quantised, shards=shards)
+    spec = tiny_spec(used_vocab_size=512, quantised=quantised)
+    write_checkpoint(spec, tmp_path, seed=4, shards=shards)
     parsed = ModelSpec.from_dir(tmp_path)
     assert parsed == spec
     loaded = load_model(parsed, tmp_path, "safetensors", "cpu", 0, 1, "tile656", True)
-    assert torch.equal(hidden_of(loaded), hidden_of(tiny_model(spec, seed=4, quantised=quantised)))
+    assert torch.equal(hidden_of(loaded), hidden_of(tiny_model(spec, seed=4)))
 
 
 def test_every_wrong_tensor_is_in_one_error(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_every_wrong_tensor_is_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_model(spec, tmp_path, "safetensors", "cpu", 0, 1, "tile656", True)
     text = str(caught.value)
-    assert text.startswith("4 tensors are wrong")
+    assert text.startswith("4 tensors or files are wrong")
     for part in (
         "missing: model.norm.weight [64]",
         "extra: model.layers.0.mystery.weight",
@@ -64,6 +65,17 @@ def test_expert_shares_cover_all_experts_once() -> None:
     for size in (1, 2, 3, 8):
         shares = [expert_share(8, rank, size) for rank in range(size)]
         assert [e for share in shares for e in share] == list(range(8))
+
+
+def test_a_load_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = tiny_spec()
+    write_checkpoint(spec, tmp_path)
+    with caplog.at_level("INFO"):
+        load_model(spec, tmp_path, "safetensors", "cpu", 0, 2, "tile656", True, progress=LoadLog(quiet_s=0.0))
+    assert [record.message[:12] for record in caplog.records[:2]] == ["loading: 10%", "loading: 20%"]
+    last = caplog.records[-1].message
+    assert last.startswith("loaded ")
+    assert "other ranks' experts, 0 are copies" in last
 
 
 def test_forcing_an_absent_backend_names_what_exists(tmp_path: Path) -> None:
