@@ -85,6 +85,23 @@ class PutOutcome:
     """No room without dropping something held: the write is skipped, never an error to a request."""
 
 
+class WriteSlot(int):
+    """A slot that `begin_put` gave, to be written. It remembers which call gave it: after an abort the same block may
+    get the same slot again, and a late commit or abort of the first time must not count for the second."""
+
+    ticket: int
+
+    def __new__(cls, slot: int, ticket: int) -> "WriteSlot":
+        made = super().__new__(cls, slot)
+        made.ticket = ticket
+        return made
+
+
+def ticket_of(slot: int) -> int:
+    """0, which no write has, for a slot that does not come from `begin_put`."""
+    return slot.ticket if isinstance(slot, WriteSlot) else 0
+
+
 class StoreClient(Protocol):
     """One process's connection to its node daemon. Thread-safe; calls are batched and synchronous (a few tens of
     microseconds). Any call may raise DaemonUnavailable; the owner then goes on with its device tier alone and calls
@@ -114,13 +131,14 @@ class StoreClient(Protocol):
     def release(self, names: Sequence[BlockName]) -> None: ...
 
     def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]]) -> list[int]:
-        """(name, parent, depth) each -> slot to write, or PutOutcome. The slot is in state `writing`, owned by this
-        client; nobody sees it. Private blocks have parent None and are never in the directory."""
+        """(name, parent, depth) each -> slot to write (a WriteSlot), or PutOutcome. The slot is in state `writing`,
+        owned by this client; nobody sees it. Private blocks have parent None and are never in the directory."""
         ...
 
     def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
-        """(name, slot, digest) each: all become visible, or (LeaseExpired) none. `keep_lease` turns the write lease
-        into a read lease: the pin that holds a block until the handover is acknowledged."""
+        """(name, slot, digest) each: all become visible, or (LeaseExpired) none. The slots are those that `begin_put`
+        returned, not copies as plain numbers. `keep_lease` turns the write lease into a read lease: the pin that holds
+        a block until the handover is acknowledged."""
         ...
 
     def abort_put(self, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None: ...

@@ -10,13 +10,14 @@ last lease. Single-threaded: the daemon's loop.
 """
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from headrace.errors import LeaseExpired
 from headrace.ids import BlockName, Incarnation, SlotIndex
-from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome
+from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome, WriteSlot, ticket_of
 from headrace.kvstore.changes import ChangeSet
 from headrace.kvstore.checksum import DIGEST_BYTES
 from headrace.kvstore.leases import Leases
@@ -29,6 +30,7 @@ Write = tuple[BlockName, SlotIndex, bytes]
 class _Writing:
     meta: BlockMeta
     owner: Incarnation
+    ticket: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,6 +95,7 @@ class HostTier:
         self._doomed: dict[SlotIndex, Resident] = {}
         self._quarantine: list[_Quarantine] = []
         self._owners: dict[Incarnation, _Owner] = {}
+        self._tickets = itertools.cycle(range(1, 1 << 31))
 
     # --- owners -----------------------------------------------------------------------------------------------------
 
@@ -167,12 +170,12 @@ class HostTier:
 
     def begin_put(
         self, owner: Incarnation, blocks: Sequence[tuple[BlockName, BlockName | None, int]]
-    ) -> list[SlotIndex | int]:
+    ) -> list[WriteSlot | int]:
         """(name, parent, depth) each -> slot in state `writing`, or PutOutcome. A block whose parent found the tier
         full in the same call is not written either: without its parent nobody would find it."""
         state, now = self._owner(owner), self._clock()
         refused: set[BlockName] = set()
-        outcomes: list[SlotIndex | int] = []
+        outcomes: list[WriteSlot | int] = []
         for name, parent, depth in blocks:
             if name in self._writing_names or self._residents.get(name) is not None:
                 self.counters.put_exists += 1
@@ -187,10 +190,11 @@ class HostTier:
                 self.counters.put_full += 1
                 outcomes.append(PutOutcome.FULL)
                 continue
-            self._writing[slot] = _Writing(BlockMeta(name, parent, depth, self._slot_bytes), owner)
+            ticket = next(self._tickets)
+            self._writing[slot] = _Writing(BlockMeta(name, parent, depth, self._slot_bytes), owner, ticket)
             self._writing_names.add(name)
             state.writes.add(slot)
-            outcomes.append(slot)
+            outcomes.append(WriteSlot(slot, ticket))
         return outcomes
 
     def commit_put(self, owner: Incarnation, writes: Sequence[Write], *, keep_lease: bool) -> None:
@@ -201,7 +205,7 @@ class HostTier:
             if len(digest) != DIGEST_BYTES:
                 raise ValueError(f"digest of {name.hex()} has {len(digest)} bytes, not {DIGEST_BYTES}")
         for name, slot, digest in writes:
-            meta = self._writing[slot].meta
+            slot, meta = SlotIndex(int(slot)), self._writing[slot].meta
             resident = Resident(meta, slot, int(keep_lease), digest)
             self._residents.insert(resident, now)
             self._forget_write(slot, now)
@@ -215,11 +219,10 @@ class HostTier:
         """The writer has stopped writing; the slots are free. Slots that are not its own writes are left alone."""
         state, now = self._owner(owner), self._clock()
         for name, slot in writes:
-            writing = self._writing.get(slot)
-            if slot in state.writes and writing is not None and writing.meta.name == name:
+            if self._is_write(owner, name, slot):
                 self._forget_write(slot, now)
                 state.writes.discard(slot)
-                self._free.append(slot)
+                self._free.append(SlotIndex(int(slot)))
                 self.counters.aborted += 1
 
     # --- removing ---------------------------------------------------------------------------------------------------
@@ -301,9 +304,19 @@ class HostTier:
         if len({slot for _, slot in writes}) != len(writes):
             raise LeaseExpired("a slot is committed twice in one call")
         for name, slot in writes:
-            writing = self._writing.get(slot)
-            if writing is None or writing.owner != owner or writing.meta.name != name:
-                raise LeaseExpired(f"slot {slot} is not being written by {owner} as {name.hex()}; nothing is committed")
+            if not self._is_write(owner, name, slot):
+                raise LeaseExpired(
+                    f"slot {slot} is not being written by {owner} as {name.hex()}, ticket {ticket_of(slot)}; "
+                    "nothing is committed"
+                )
+
+    def _is_write(self, owner: Incarnation, name: BlockName, slot: SlotIndex) -> bool:
+        writing = self._writing.get(slot)
+        return writing is not None and (writing.owner, writing.meta.name, writing.ticket) == (
+            owner,
+            name,
+            ticket_of(slot),
+        )
 
     def _take_slot(self, now_s: float) -> SlotIndex | None:
         if not self._free:

@@ -44,21 +44,28 @@ class StoreOperations(ABC):
             parents=wire.pack_names(wire.NO_NAME if parent is None else parent for _, parent, _ in blocks),
             depths=wire.pack_ints([depth for _, _, depth in blocks]),
         )
-        return wire.unpack_ints(self._call(request).slots)
+        reply: wire.Slots = self._call(request)
+        return wire.unpack_writes(reply.slots, reply.tickets)
 
     def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
         self._call(
             wire.CommitPut(
                 names=wire.pack_names(name for name, _, _ in writes),
                 slots=wire.pack_ints([slot for _, slot, _ in writes]),
+                tickets=wire.pack_tickets(slot for _, slot, _ in writes),
                 digests=b"".join(digest for _, _, digest in writes),
                 keep_lease=keep_lease,
             )
         )
 
     def abort_put(self, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None:
-        names = wire.pack_names(name for name, _ in writes)
-        self._call(wire.AbortPut(names=names, slots=wire.pack_ints([slot for _, slot in writes])))
+        self._call(
+            wire.AbortPut(
+                names=wire.pack_names(name for name, _ in writes),
+                slots=wire.pack_ints([slot for _, slot in writes]),
+                tickets=wire.pack_tickets(slot for _, slot in writes),
+            )
+        )
 
     def drop(self, names: Sequence[BlockName]) -> None:
         self._call(wire.Drop(names=wire.pack_names(names)))

@@ -126,7 +126,8 @@ class DaemonFixture:
             client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            assert self.process.wait(5) == 0
+            code = self.process.wait(5)
+            assert code == 0, f"the daemon ended with {code}"
             assert not self.socket.exists()
             assert self.files() == []
         for path in self.files():

@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.errors import IncompatiblePeer
 from headrace.ids import BlockName, Incarnation, SlotIndex
+from headrace.kvstore.base import WriteSlot, ticket_of
 from headrace.kvstore.checksum import DIGEST_BYTES
 from headrace.kvstore.names import NAME_BYTES
 from headrace.messages import message
@@ -101,12 +102,15 @@ class BeginPut:
 class Slots:
     slots: bytes
     """Slot or PutOutcome, one a block."""
+    tickets: bytes
+    """Which write of that slot it is; commit and abort must name it. 0 where no slot was given."""
 
 
 @message
 class CommitPut:
     names: bytes
     slots: bytes
+    tickets: bytes
     digests: bytes
     keep_lease: bool
 
@@ -115,6 +119,7 @@ class CommitPut:
 class AbortPut:
     names: bytes
     slots: bytes
+    tickets: bytes
 
 
 @message
@@ -180,6 +185,17 @@ def unpack_ints(data: bytes) -> list[int]:
 
 def unpack_slots(data: bytes) -> list[SlotIndex]:
     return cast(list[SlotIndex], unpack_ints(data))
+
+
+def pack_tickets(slots: Iterable[int]) -> bytes:
+    return pack_ints([ticket_of(slot) for slot in slots])
+
+
+def unpack_writes(slots: bytes, tickets: bytes) -> list[int]:
+    """WriteSlots, and PutOutcomes as they are. Raises IncompatiblePeer if the lists have different lengths."""
+    numbers, given = unpack_ints(slots), unpack_ints(tickets)
+    same_length(numbers, given)
+    return [slot if slot < 0 else WriteSlot(slot, ticket) for slot, ticket in zip(numbers, given)]
 
 
 def unpack_digests(data: bytes) -> list[bytes]:

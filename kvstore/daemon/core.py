@@ -191,10 +191,11 @@ class StoreCore:
             (name, None if parent == wire.NO_NAME else parent, depth)
             for name, parent, depth in zip(names, parents, depths)
         ]
-        return wire.Slots(slots=wire.pack_ints(self.tier.begin_put(session.owner, blocks)))
+        slots = self.tier.begin_put(session.owner, blocks)
+        return wire.Slots(slots=wire.pack_ints(slots), tickets=wire.pack_tickets(slots))
 
     def _commit_put(self, session: Session, request: wire.CommitPut) -> wire.Done:
-        names, slots = wire.unpack_names(request.names), wire.unpack_slots(request.slots)
+        names, slots = wire.unpack_names(request.names), _write_slots(request)
         digests = wire.unpack_digests(request.digests)
         wire.same_length(names, slots, digests)
         writes: list[tuple[BlockName, SlotIndex, bytes]] = list(zip(names, slots, digests))
@@ -202,7 +203,7 @@ class StoreCore:
         return wire.Done()
 
     def _abort_put(self, session: Session, request: wire.AbortPut) -> wire.Done:
-        names, slots = wire.unpack_names(request.names), wire.unpack_slots(request.slots)
+        names, slots = wire.unpack_names(request.names), _write_slots(request)
         wire.same_length(names, slots)
         self.tier.abort_put(session.owner, list(zip(names, slots)))
         return wire.Done()
@@ -225,3 +226,7 @@ class StoreCore:
 
     def _flush(self, session: Session, request: FlushRequest) -> FlushDone:
         return FlushDone(blocks=self.tier.flush())
+
+
+def _write_slots(request: wire.CommitPut | wire.AbortPut) -> list[SlotIndex]:
+    return [SlotIndex(slot) for slot in wire.unpack_writes(request.slots, request.tickets)]

@@ -96,6 +96,24 @@ def test_a_commit_counts_only_for_the_client_and_the_slot_that_began_it(node, na
         first.commit_put([(names[0], slot, b"0" * 16)], keep_lease=False)
 
 
+def test_a_late_commit_or_abort_of_an_earlier_begin_does_not_count_for_the_next(node, names):
+    client = node.client()
+    block = blocks_of(names, 0, 1)
+    (early,) = client.begin_put(block)
+    others = client.begin_put([(private_name(), None, 0) for _ in range(node.slots - 1)])
+    client.abort_put([(names[0], early)])
+    (late,) = client.begin_put(block)  # the only free slot: the same again
+    assert late == early
+    assert early not in others
+    client.abort_put([(names[0], early)])
+    for slot in (early, int(late)):
+        with pytest.raises(LeaseExpired, match="ticket"):
+            client.commit_put([(names[0], slot, b"0" * 16)], keep_lease=False)
+    assert client.match(names) == 0
+    client.commit_put([(names[0], late, b"1" * 16)], keep_lease=False)
+    assert client.lease(names[:1])[0].digest == b"1" * 16
+
+
 def test_keep_lease_pins_until_released(node, names):
     client = node.client()
     put(client, names, 0, node.slots, keep_lease=True)
