@@ -6,7 +6,7 @@ these interfaces; they move between a rank's pool and the mapped arena (`kvstore
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
 
@@ -56,16 +56,24 @@ class ExpiringPolicy(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leased:
-    """A read lease on one block of the host tier."""
+@runtime_checkable
+class BatchPolicy(Protocol):
+    """An eviction policy that takes the hits of a whole prompt at once. Optional: it only saves calls."""
+
+    def on_hits(self, names: Sequence[BlockName], now_s: float) -> None:
+        """As `on_hit` for each name in order."""
+        ...
+
+
+class Leased(NamedTuple):
+    """A read lease on one block of the host tier. A tuple, because a long prompt makes thousands at a time."""
 
     name: BlockName
     slot: SlotIndex
     digest: bytes
     """XXH3-128 of the payload, 16 bytes."""
     tier: Tier
-    """Tier the daemon found it in; HOST once it is readable."""
+    """Tier that the daemon had it in when the lease was asked for."""
 
 
 class PutOutcome:
@@ -75,6 +83,23 @@ class PutOutcome:
     """Somebody has it, or is writing it: nothing to do."""
     FULL = -2
     """No room without dropping something held: the write is skipped, never an error to a request."""
+
+
+class WriteSlot(int):
+    """A slot that `begin_put` gave, to be written. It remembers which call gave it: after an abort the same block may
+    get the same slot again, and a late commit or abort of the first time must not count for the second."""
+
+    ticket: int
+
+    def __new__(cls, slot: int, ticket: int) -> "WriteSlot":
+        made = super().__new__(cls, slot)
+        made.ticket = ticket
+        return made
+
+
+def ticket_of(slot: int) -> int:
+    """0, which no write has, for a slot that does not come from `begin_put`."""
+    return slot.ticket if isinstance(slot, WriteSlot) else 0
 
 
 class StoreClient(Protocol):
@@ -99,16 +124,21 @@ class StoreClient(Protocol):
         release twice. Reading a slot after `release`, or when `lease_valid` is False, is a bug."""
         ...
 
+    def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
+        """`match` and `lease` in one call: a read lease on each block of the leading run, none beyond it."""
+        ...
+
     def release(self, names: Sequence[BlockName]) -> None: ...
 
     def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]]) -> list[int]:
-        """(name, parent, depth) each -> slot to write, or PutOutcome. The slot is in state `writing`, owned by this
-        client; nobody sees it. Private blocks have parent None and are never in the directory."""
+        """(name, parent, depth) each -> slot to write (a WriteSlot), or PutOutcome. The slot is in state `writing`,
+        owned by this client; nobody sees it. Private blocks have parent None and are never in the directory."""
         ...
 
     def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
-        """(name, slot, digest) each: all become visible, or (LeaseExpired) none. `keep_lease` turns the write lease
-        into a read lease: the pin that holds a block until the handover is acknowledged."""
+        """(name, slot, digest) each: all become visible, or (LeaseExpired) none. The slots are those that `begin_put`
+        returned, not copies as plain numbers. `keep_lease` turns the write lease into a read lease: the pin that holds
+        a block until the handover is acknowledged."""
         ...
 
     def abort_put(self, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None: ...

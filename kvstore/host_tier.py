@@ -10,15 +10,17 @@ last lease. Single-threaded: the daemon's loop.
 """
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from headrace.errors import LeaseExpired
 from headrace.ids import BlockName, Incarnation, SlotIndex
-from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome
+from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome, WriteSlot, ticket_of
 from headrace.kvstore.changes import ChangeSet
 from headrace.kvstore.checksum import DIGEST_BYTES
+from headrace.kvstore.leases import Leases
 from headrace.kvstore.residents import Resident, Residents
 
 Write = tuple[BlockName, SlotIndex, bytes]
@@ -28,12 +30,13 @@ Write = tuple[BlockName, SlotIndex, bytes]
 class _Writing:
     meta: BlockMeta
     owner: Incarnation
+    ticket: int
 
 
 @dataclasses.dataclass(slots=True)
 class _Owner:
     deadline_s: float
-    leases: dict[BlockName, list[Resident]] = dataclasses.field(default_factory=dict)
+    leases: Leases = dataclasses.field(default_factory=Leases)
     writes: set[SlotIndex] = dataclasses.field(default_factory=set)
 
 
@@ -92,6 +95,7 @@ class HostTier:
         self._doomed: dict[SlotIndex, Resident] = {}
         self._quarantine: list[_Quarantine] = []
         self._owners: dict[Incarnation, _Owner] = {}
+        self._tickets = itertools.cycle(range(1, 1 << 31))
 
     # --- owners -----------------------------------------------------------------------------------------------------
 
@@ -110,9 +114,7 @@ class HostTier:
         if gone is None:
             return
         now = self._clock()
-        for held in gone.leases.values():
-            for resident in held:
-                self._unhold(resident, now)
+        self._unhold(list(gone.leases), now)
         slots = sorted(gone.writes)
         for slot in slots:
             self._forget_write(slot, now)
@@ -142,49 +144,38 @@ class HostTier:
     def match(self, names: Sequence[BlockName]) -> int:
         """Leading names that are readable; touches them."""
         now, run = self._clock(), self._residents.leading(names)
-        for resident in run:
-            self._residents.hit(resident, now)
+        self._residents.hit_all(run, now)
         return len(run)
 
     def lease(self, owner: Incarnation, names: Sequence[BlockName]) -> list[Resident | None]:
         """One read lease on each block that is readable, None for the others. Raises LeaseExpired (see `renew`)."""
-        leases, now = self._owner(owner).leases, self._clock()
-        found: list[Resident | None] = []
-        for name in names:
-            resident = self._residents.get(name)
-            if resident is not None:
-                self._residents.hit(resident, now)
-                self._residents.hold(resident, now)
-                leases.setdefault(name, []).append(resident)
-                self.counters.hits += 1
-            else:
-                self.counters.misses += 1
-            found.append(resident)
+        found = self._residents.find(names)
+        self._take_leases(owner, [resident for resident in found if resident is not None], len(names))
         return found
+
+    def lease_leading(self, owner: Incarnation, names: Sequence[BlockName]) -> list[Resident]:
+        """`match` and `lease` at once: one read lease on each block of the leading readable run."""
+        run = self._residents.leading(names)
+        self._take_leases(owner, run, len(names))
+        return run
 
     def release(self, owner: Incarnation, names: Sequence[BlockName]) -> None:
         """Give back one lease of this owner on each block. A block it has no lease on is left alone and counted: no
         owner can end another's lease, nor one of its own twice."""
-        leases, now = self._owner(owner).leases, self._clock()
-        for name in names:
-            held = leases.get(name)
-            if not held:
-                self.counters.stale_releases += 1
-                continue
-            self._unhold(held.pop(0), now)
-            if not held:
-                del leases[name]
+        taken = self._owner(owner).leases.take(names)
+        self.counters.stale_releases += len(names) - len(taken)
+        self._unhold(taken, self._clock())
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def begin_put(
         self, owner: Incarnation, blocks: Sequence[tuple[BlockName, BlockName | None, int]]
-    ) -> list[SlotIndex | int]:
+    ) -> list[WriteSlot | int]:
         """(name, parent, depth) each -> slot in state `writing`, or PutOutcome. A block whose parent found the tier
         full in the same call is not written either: without its parent nobody would find it."""
         state, now = self._owner(owner), self._clock()
         refused: set[BlockName] = set()
-        outcomes: list[SlotIndex | int] = []
+        outcomes: list[WriteSlot | int] = []
         for name, parent, depth in blocks:
             if name in self._writing_names or self._residents.get(name) is not None:
                 self.counters.put_exists += 1
@@ -199,10 +190,11 @@ class HostTier:
                 self.counters.put_full += 1
                 outcomes.append(PutOutcome.FULL)
                 continue
-            self._writing[slot] = _Writing(BlockMeta(name, parent, depth, self._slot_bytes), owner)
+            ticket = next(self._tickets)
+            self._writing[slot] = _Writing(BlockMeta(name, parent, depth, self._slot_bytes), owner, ticket)
             self._writing_names.add(name)
             state.writes.add(slot)
-            outcomes.append(slot)
+            outcomes.append(WriteSlot(slot, ticket))
         return outcomes
 
     def commit_put(self, owner: Incarnation, writes: Sequence[Write], *, keep_lease: bool) -> None:
@@ -213,13 +205,13 @@ class HostTier:
             if len(digest) != DIGEST_BYTES:
                 raise ValueError(f"digest of {name.hex()} has {len(digest)} bytes, not {DIGEST_BYTES}")
         for name, slot, digest in writes:
-            meta = self._writing[slot].meta
+            slot, meta = SlotIndex(int(slot)), self._writing[slot].meta
             resident = Resident(meta, slot, int(keep_lease), digest)
             self._residents.insert(resident, now)
             self._forget_write(slot, now)
             state.writes.discard(slot)
             if keep_lease:
-                state.leases.setdefault(name, []).append(resident)
+                state.leases.add([resident])
             self.changes.add(name)
         self.counters.puts += len(writes)
 
@@ -227,11 +219,10 @@ class HostTier:
         """The writer has stopped writing; the slots are free. Slots that are not its own writes are left alone."""
         state, now = self._owner(owner), self._clock()
         for name, slot in writes:
-            writing = self._writing.get(slot)
-            if slot in state.writes and writing is not None and writing.meta.name == name:
+            if self._is_write(owner, name, slot):
                 self._forget_write(slot, now)
                 state.writes.discard(slot)
-                self._free.append(slot)
+                self._free.append(SlotIndex(int(slot)))
                 self.counters.aborted += 1
 
     # --- removing ---------------------------------------------------------------------------------------------------
@@ -259,7 +250,7 @@ class HostTier:
 
     def leases_of(self, owner: Incarnation) -> int:
         state = self._owners.get(owner)
-        return sum(map(len, state.leases.values())) if state else 0
+        return len(state.leases) if state else 0
 
     def stats(self) -> dict[str, float]:
         quarantined = sum(len(q.slots) for q in self._quarantine)
@@ -294,9 +285,8 @@ class HostTier:
         for owner, state in self._owners.items():
             if state.writes != {slot for slot, w in self._writing.items() if w.owner == owner}:
                 wrong.append(f"owner {owner} and the slots being written disagree")
-            for held in state.leases.values():
-                for resident in held:
-                    leases[id(resident)] = leases.get(id(resident), 0) + 1
+            for resident in state.leases:
+                leases[id(resident)] = leases.get(id(resident), 0) + 1
         for resident in [*self._residents, *self._doomed.values()]:
             if resident.refs != leases.get(id(resident), 0):
                 wrong.append(f"slot {resident.slot}: {resident.refs} references, {leases.get(id(resident), 0)} leases")
@@ -314,9 +304,19 @@ class HostTier:
         if len({slot for _, slot in writes}) != len(writes):
             raise LeaseExpired("a slot is committed twice in one call")
         for name, slot in writes:
-            writing = self._writing.get(slot)
-            if writing is None or writing.owner != owner or writing.meta.name != name:
-                raise LeaseExpired(f"slot {slot} is not being written by {owner} as {name.hex()}; nothing is committed")
+            if not self._is_write(owner, name, slot):
+                raise LeaseExpired(
+                    f"slot {slot} is not being written by {owner} as {name.hex()}, ticket {ticket_of(slot)}; "
+                    "nothing is committed"
+                )
+
+    def _is_write(self, owner: Incarnation, name: BlockName, slot: SlotIndex) -> bool:
+        writing = self._writing.get(slot)
+        return writing is not None and (writing.owner, writing.meta.name, writing.ticket) == (
+            owner,
+            name,
+            ticket_of(slot),
+        )
 
     def _take_slot(self, now_s: float) -> SlotIndex | None:
         if not self._free:
@@ -335,14 +335,26 @@ class HostTier:
         else:
             self._free.append(resident.slot)
 
-    def _unhold(self, resident: Resident, now_s: float) -> None:
-        if self._doomed.get(resident.slot) is not resident:
-            self._residents.unhold(resident, now_s)
+    def _take_leases(self, owner: Incarnation, residents: Sequence[Resident], asked: int) -> None:
+        leases, now = self._owner(owner).leases, self._clock()
+        # Held first: what is not on offer costs the policy less to touch.
+        self._residents.hold_all(residents, now)
+        self._residents.hit_all(residents, now)
+        leases.add(residents)
+        self.counters.hits += len(residents)
+        self.counters.misses += asked - len(residents)
+
+    def _unhold(self, residents: Sequence[Resident], now_s: float) -> None:
+        if not self._doomed:
+            self._residents.unhold_all(residents, now_s)
             return
-        resident.refs -= 1
-        if not resident.refs:
-            del self._doomed[resident.slot]
-            self._free.append(resident.slot)
+        doomed = [r for r in residents if self._doomed.get(r.slot) is r]
+        self._residents.unhold_all([r for r in residents if self._doomed.get(r.slot) is not r], now_s)
+        for resident in doomed:
+            resident.refs -= 1
+            if not resident.refs:
+                del self._doomed[resident.slot]
+                self._free.append(resident.slot)
 
     def _forget_write(self, slot: SlotIndex, now_s: float) -> None:
         meta = self._writing.pop(slot).meta

@@ -3,6 +3,7 @@ forms, not transports."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 from headrace.ids import BlockName, SlotIndex, Tier
@@ -26,11 +27,13 @@ class StoreOperations(ABC):
 
     def lease(self, names: Sequence[BlockName]) -> list[Leased | None]:
         reply = self._call(wire.Lease(names=wire.pack_names(names)))
-        slots, digests = wire.unpack_slots(reply.slots), wire.unpack_digests(reply.digests)
-        return [
-            None if slot < 0 else Leased(name, slot, digest, Tier.HOST)
-            for name, slot, digest in zip(names, slots, digests)
-        ]
+        leases = _leases(names, reply)
+        if wire.NO_SLOT in reply.slots:
+            return [None if lease.slot < 0 else lease for lease in leases]
+        return list(leases)
+
+    def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
+        return _leases(names, self._call(wire.LeaseLeading(names=wire.pack_names(names))))
 
     def release(self, names: Sequence[BlockName]) -> None:
         self._call(wire.Release(names=wire.pack_names(names)))
@@ -41,21 +44,28 @@ class StoreOperations(ABC):
             parents=wire.pack_names(wire.NO_NAME if parent is None else parent for _, parent, _ in blocks),
             depths=wire.pack_ints([depth for _, _, depth in blocks]),
         )
-        return wire.unpack_ints(self._call(request).slots)
+        reply: wire.Slots = self._call(request)
+        return wire.unpack_writes(reply.slots, reply.tickets)
 
     def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
         self._call(
             wire.CommitPut(
                 names=wire.pack_names(name for name, _, _ in writes),
                 slots=wire.pack_ints([slot for _, slot, _ in writes]),
+                tickets=wire.pack_tickets(slot for _, slot, _ in writes),
                 digests=b"".join(digest for _, _, digest in writes),
                 keep_lease=keep_lease,
             )
         )
 
     def abort_put(self, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None:
-        names = wire.pack_names(name for name, _ in writes)
-        self._call(wire.AbortPut(names=names, slots=wire.pack_ints([slot for _, slot in writes])))
+        self._call(
+            wire.AbortPut(
+                names=wire.pack_names(name for name, _ in writes),
+                slots=wire.pack_ints([slot for _, slot in writes]),
+                tickets=wire.pack_tickets(slot for _, slot in writes),
+            )
+        )
 
     def drop(self, names: Sequence[BlockName]) -> None:
         self._call(wire.Drop(names=wire.pack_names(names)))
@@ -73,3 +83,8 @@ class StoreOperations(ABC):
     def _announce_all(self) -> None:
         if self._announced:
             self._call(wire.Announce(added=wire.pack_names(self._announced), removed=b""))
+
+
+def _leases(names: Sequence[BlockName], reply: wire.LeaseReply) -> list[Leased]:
+    slots, digests = wire.unpack_slots(reply.slots), wire.unpack_digests(reply.digests)
+    return list(map(Leased._make, zip(names, slots, digests, repeat(Tier.HOST))))

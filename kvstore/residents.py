@@ -6,12 +6,13 @@ A block is offered to the policy exactly when nothing holds it and no block of t
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from headrace.ids import BlockName, SlotIndex
-from headrace.kvstore.base import BlockMeta, EvictionPolicy
+from headrace.kvstore.base import BatchPolicy, BlockMeta, EvictionPolicy
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Resident:
     """One named block and its slot. `refs` counts whoever may read or must keep it."""
 
@@ -27,6 +28,7 @@ class Residents:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
+        self._batch = policy if isinstance(policy, BatchPolicy) else None
         self._by_name: dict[BlockName, Resident] = {}
         self._children: dict[BlockName, int] = {}
         """Children in this tier per parent name, also of parents that are not here (yet, or any more)."""
@@ -49,16 +51,22 @@ class Residents:
 
     def leading(self, names: Sequence[BlockName]) -> list[Resident]:
         """The residents of the leading run of `names`."""
-        found: list[Resident] = []
-        for name in names:
-            resident = self._by_name.get(name)
-            if resident is None:
-                break
-            found.append(resident)
-        return found
+        found = self.find(names)
+        return cast(list[Resident], found[: found.index(None)] if None in found else found)
+
+    def find(self, names: Sequence[BlockName]) -> list[Resident | None]:
+        return list(map(self._by_name.get, names))
 
     def hit(self, resident: Resident, now_s: float) -> None:
         self._policy.on_hit(resident.meta.name, now_s)
+
+    def hit_all(self, residents: Sequence[Resident], now_s: float) -> None:
+        names = [resident.meta.name for resident in residents]
+        if self._batch is not None:
+            self._batch.on_hits(names, now_s)
+        else:
+            for name in names:
+                self._policy.on_hit(name, now_s)
 
     def insert(self, resident: Resident, now_s: float) -> None:
         name = resident.meta.name
@@ -89,6 +97,29 @@ class Residents:
         resident.refs -= 1
         self.held -= resident.refs == 0
         self._review(resident.meta.name, now_s)
+
+    def hold_all(self, residents: Sequence[Resident], now_s: float) -> None:
+        """`hold` on each. In a chain at most the last block was on offer, so the rest costs next to nothing."""
+        for resident in residents:
+            if not resident.refs:
+                self.held += 1
+            resident.refs += 1
+        offered = self._offered
+        for resident in residents:
+            if resident.meta.name in offered:
+                self._review(resident.meta.name, now_s)
+
+    def unhold_all(self, residents: Sequence[Resident], now_s: float) -> None:
+        """`unhold` on each."""
+        children = self._children
+        for resident in residents:
+            if resident.refs < 1:
+                raise ValueError(f"block {resident.meta.name.hex()} is released more often than it was taken")
+            resident.refs -= 1
+            if not resident.refs:
+                self.held -= 1
+                if resident.meta.name not in children:
+                    self._review(resident.meta.name, now_s)
 
     def adopt(self, parent: BlockName | None, now_s: float) -> None:
         """A child of `parent` is here, or is being written."""

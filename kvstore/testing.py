@@ -1,5 +1,6 @@
 """Nodes to run suites against: the fake and a real daemon process behind one form. No test framework here."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -58,9 +59,16 @@ class DaemonFixture:
     """A real daemon process. `close` also checks that it ends in order and leaves nothing behind."""
 
     def __init__(
-        self, directory: Path, slots: int = 8, lease_s: float = 1.0, name: str = "node-0", redis_url: str = ""
+        self,
+        directory: Path,
+        slots: int = 8,
+        lease_s: float = 1.0,
+        name: str = "node-0",
+        redis_url: str = "",
+        layout: SlabLayout = LAYOUT,
     ) -> None:
         self.slots = slots
+        self.layout = layout
         self.socket = directory / "node.sock"
         self.name = f"hrtest-{os.getpid()}-{directory.name}"
         self.lease_s = lease_s
@@ -70,10 +78,16 @@ class DaemonFixture:
         self.process = self.start()
 
     def start(self) -> "subprocess.Popen[str]":
-        layout = {"num_layers": 1, "full_layers": [0], "has_mtp": False, "row_format": "tile656"}
         command = [sys.executable, "-m", "headrace.kvstore.daemon", "--socket", str(self.socket)]
-        command += ["--layout", json.dumps(layout), "--fingerprint", FINGERPRINT.hex(), "--lease-s", str(self.lease_s)]
-        command += ["--host-bytes", str(self.slots * LAYOUT.slot_bytes), "--shm-dir", str(SHM)]
+        command += [
+            "--layout",
+            json.dumps(dataclasses.asdict(self.layout)),
+            "--fingerprint",
+            FINGERPRINT.hex(),
+            "--lease-s",
+            str(self.lease_s),
+        ]
+        command += ["--host-bytes", str(self.slots * self.layout.slot_bytes), "--shm-dir", str(SHM)]
         command += ["--name", self.node_name, "--arena-prefix", self.name, "--redis", self.redis_url]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -86,7 +100,7 @@ class DaemonFixture:
         return Hello(name=name, role=role, incarnation=new_incarnation(), fingerprint=FINGERPRINT)
 
     def client(self, name: str = "decode-0.0", role: str = "decode") -> NodeClient:
-        self.clients.append(NodeClient(f"unix:{self.socket}", self.hello(name, role), LAYOUT))
+        self.clients.append(NodeClient(f"unix:{self.socket}", self.hello(name, role), self.layout))
         return self.clients[-1]
 
     def settle(self, done: Callable[[], bool], timeout_s: float = 3.0) -> None:
@@ -112,7 +126,8 @@ class DaemonFixture:
             client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            assert self.process.wait(5) == 0
+            code = self.process.wait(5)
+            assert code == 0, f"the daemon ended with {code}"
             assert not self.socket.exists()
             assert self.files() == []
         for path in self.files():

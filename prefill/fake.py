@@ -59,6 +59,9 @@ class MemoryStore:
             found.append(None if entry is None else Leased(name, entry[0], entry[1], Tier.HOST))
         return found
 
+    def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
+        return [leased for leased in self.lease(names[: self.match(names)]) if leased is not None]
+
     def release(self, names: Sequence[BlockName]) -> None:
         self._call()
         for name in names:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -34,16 +35,20 @@ def main() -> int:
             arena_prefix=args.arena_prefix or args.name,
         )
     )
-    # Blocked before any thread starts, so that every thread inherits it and only sigwait sees them.
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    # Not a blocked signal and sigwait: libraries started threads before this line, and one that does not block the
+    # signal would end the process while the main thread is not waiting yet.
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     try:
         node.start()
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return 1
     print(json.dumps({"socket": str(args.socket), "incarnation": node.incarnation}), flush=True)
-    signal.sigwait(ends)
+    woken.recv(1)
     node.stop()
     return 0
 

@@ -45,6 +45,7 @@ class Session:
     open: bool = True
 
 
+_NO_DIGEST = bytes(DIGEST_BYTES)
 LOOKER_ROLES = ("router", "tool")
 
 
@@ -61,6 +62,7 @@ class StoreCore:
             wire.Heartbeat: self._heartbeat,
             wire.Match: self._match,
             wire.Lease: self._lease,
+            wire.LeaseLeading: self._lease_leading,
             wire.Release: self._release,
             wire.BeginPut: self._begin_put,
             wire.CommitPut: self._commit_put,
@@ -170,8 +172,12 @@ class StoreCore:
         found = self.tier.lease(session.owner, wire.unpack_names(request.names))
         return wire.LeaseReply(
             slots=wire.pack_ints([-1 if r is None else r.slot for r in found]),
-            digests=b"".join(bytes(DIGEST_BYTES) if r is None else r.digest for r in found),
+            digests=b"".join([_NO_DIGEST if r is None else r.digest for r in found]),
         )
+
+    def _lease_leading(self, session: Session, request: wire.LeaseLeading) -> wire.LeaseReply:
+        run = self.tier.lease_leading(session.owner, wire.unpack_names(request.names))
+        return wire.LeaseReply(slots=wire.pack_ints([r.slot for r in run]), digests=b"".join([r.digest for r in run]))
 
     def _release(self, session: Session, request: wire.Release) -> wire.Done:
         self.tier.release(session.owner, wire.unpack_names(request.names))
@@ -185,10 +191,11 @@ class StoreCore:
             (name, None if parent == wire.NO_NAME else parent, depth)
             for name, parent, depth in zip(names, parents, depths)
         ]
-        return wire.Slots(slots=wire.pack_ints(self.tier.begin_put(session.owner, blocks)))
+        slots = self.tier.begin_put(session.owner, blocks)
+        return wire.Slots(slots=wire.pack_ints(slots), tickets=wire.pack_tickets(slots))
 
     def _commit_put(self, session: Session, request: wire.CommitPut) -> wire.Done:
-        names, slots = wire.unpack_names(request.names), wire.unpack_slots(request.slots)
+        names, slots = wire.unpack_names(request.names), _write_slots(request)
         digests = wire.unpack_digests(request.digests)
         wire.same_length(names, slots, digests)
         writes: list[tuple[BlockName, SlotIndex, bytes]] = list(zip(names, slots, digests))
@@ -196,7 +203,7 @@ class StoreCore:
         return wire.Done()
 
     def _abort_put(self, session: Session, request: wire.AbortPut) -> wire.Done:
-        names, slots = wire.unpack_names(request.names), wire.unpack_slots(request.slots)
+        names, slots = wire.unpack_names(request.names), _write_slots(request)
         wire.same_length(names, slots)
         self.tier.abort_put(session.owner, list(zip(names, slots)))
         return wire.Done()
@@ -219,3 +226,7 @@ class StoreCore:
 
     def _flush(self, session: Session, request: FlushRequest) -> FlushDone:
         return FlushDone(blocks=self.tier.flush())
+
+
+def _write_slots(request: wire.CommitPut | wire.AbortPut) -> list[SlotIndex]:
+    return [SlotIndex(slot) for slot in wire.unpack_writes(request.slots, request.tickets)]

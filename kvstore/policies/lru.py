@@ -1,5 +1,7 @@
 """Least recently used: the victim is the evictable block whose last insert or hit is oldest."""
 
+from collections.abc import Sequence
+
 from headrace.ids import BlockName
 from headrace.kvstore.base import BlockMeta
 from headrace.kvstore.policies.order import KeyedHeap
@@ -19,6 +21,13 @@ class LruPolicy:
     def on_hit(self, name: BlockName, now_s: float) -> None:
         self._touch(name)
         if name in self._evictable:
+            self._evictable.put(name, self._last_use[name])
+
+    def on_hits(self, names: Sequence[BlockName], now_s: float) -> None:
+        first = self._clock + 1
+        self._clock += len(names)
+        self._last_use.update(zip(names, range(first, first + len(names))))
+        for name in self._evictable.those_in(names):
             self._evictable.put(name, self._last_use[name])
 
     def add_evictable(self, name: BlockName, now_s: float) -> None:

@@ -1,6 +1,7 @@
 """Smallest-key-first set of names: the heap under most policies."""
 
 import heapq
+from collections.abc import Iterable
 from typing import Any
 
 from headrace.ids import BlockName
@@ -19,6 +20,10 @@ class KeyedHeap:
 
     def __contains__(self, name: BlockName) -> bool:
         return name in self._keys
+
+    def those_in(self, names: Iterable[BlockName]) -> list[BlockName]:
+        keys = self._keys
+        return [name for name in names if name in keys]
 
     def put(self, name: BlockName, key: Any) -> None:
         """Add a name, or give it another key."""

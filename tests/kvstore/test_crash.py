@@ -185,6 +185,14 @@ def test_many_threads_share_one_client(node, names):
     check_every_visible_block(client, [names[:12]])
 
 
+def test_a_daemon_that_is_told_to_end_at_once_ends_in_order(tmp_path):
+    for round in range(3):
+        directory = tmp_path / str(round)
+        directory.mkdir()
+        made = DaemonFixture(directory, slots=1)
+        made.close()  # asserts exit code 0 and no file left
+
+
 def test_an_incompatible_client_is_refused(node):
     from headrace.errors import IncompatiblePeer
     from headrace.messages import Hello

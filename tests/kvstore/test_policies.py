@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
 from headrace.kvstore import policies
-from headrace.kvstore.base import BlockMeta
+from headrace.kvstore.base import BatchPolicy, BlockMeta
 from headrace.kvstore.policies import make_policy, policy_names
 
 
@@ -117,6 +117,22 @@ def test_victims_are_evictable_and_stable(kind, script):
         assert (victim is None) == (not model.evictable)
         assert victim is None or victim in model.evictable
         assert policy.victim(float(now)) == victim
+
+
+BATCHED = [kind for kind in policy_names() if isinstance(make_policy(kind, 8), BatchPolicy)]
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+@given(script=steps, batch=st.lists(st.integers(0, 7), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_a_batch_of_hits_equals_hits_one_by_one(kind, script, batch):
+    policy, model = make_policy(kind, 8), MODELS[kind]()
+    for now in drive(policy, model, script):
+        known = [name(i) for i in batch if name(i) in model.blocks]
+        policy.on_hits(known, float(now))
+        for n in known:
+            model.hit(n)
+        assert policy.victim(float(now)) == model.victim()
 
 
 class Cache:

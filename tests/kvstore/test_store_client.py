@@ -39,6 +39,30 @@ def test_match_is_the_leading_run(node, names):
     assert [lease is None for lease in client.lease(names[:4])] == [False, True, False, False]
 
 
+def test_lease_leading_is_match_and_lease_in_one(node, names):
+    client = node.client()
+    put(client, names, 0, 2)
+    put(client, names, 3, 4)
+    leases = client.lease_leading(names[:5])
+    assert [lease.name for lease in leases] == names[:2]
+    assert [read(client, lease) for lease in leases] == [content(0), content(1)]
+    assert client.stats()["host_leased"] == 2
+    client.release(names[:2])
+    assert client.lease_leading(names[4:]) == client.lease_leading([]) == []
+    assert client.stats()["host_leased"] == 0
+
+
+def test_a_block_named_twice_in_one_call_has_two_leases(node, names):
+    client = node.client()
+    put(client, names, 0, 2)
+    client.lease([names[0], names[1], names[0]])
+    client.release(names[:2])
+    assert client.stats()["host_leased"] == 1
+    client.release(names[:2])
+    assert client.stats()["host_leased"] == 0
+    assert client.stats()["host_stale_releases_total"] == 1
+
+
 def test_rule_1_nothing_is_visible_before_commit_and_a_failed_batch_leaves_nothing(node, names):
     writer, reader = node.client("a"), node.client("b")
     slots = writer.begin_put(blocks_of(names, 0, 2))
@@ -70,6 +94,24 @@ def test_a_commit_counts_only_for_the_client_and_the_slot_that_began_it(node, na
     first.commit_put([(names[0], slot, b"0" * 16)], keep_lease=False)
     with pytest.raises(LeaseExpired):
         first.commit_put([(names[0], slot, b"0" * 16)], keep_lease=False)
+
+
+def test_a_late_commit_or_abort_of_an_earlier_begin_does_not_count_for_the_next(node, names):
+    client = node.client()
+    block = blocks_of(names, 0, 1)
+    (early,) = client.begin_put(block)
+    others = client.begin_put([(private_name(), None, 0) for _ in range(node.slots - 1)])
+    client.abort_put([(names[0], early)])
+    (late,) = client.begin_put(block)  # the only free slot: the same again
+    assert late == early
+    assert early not in others
+    client.abort_put([(names[0], early)])
+    for slot in (early, int(late)):
+        with pytest.raises(LeaseExpired, match="ticket"):
+            client.commit_put([(names[0], slot, b"0" * 16)], keep_lease=False)
+    assert client.match(names) == 0
+    client.commit_put([(names[0], late, b"1" * 16)], keep_lease=False)
+    assert client.lease(names[:1])[0].digest == b"1" * 16
 
 
 def test_keep_lease_pins_until_released(node, names):

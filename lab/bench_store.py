@@ -1,0 +1,175 @@
+"""Speed of the store beside yardsticks measured in the same run: `python -m headrace.lab.bench_store --help`.
+
+The daemon is a process of its own, the client this one, slabs are GLM-5.2's. A yardstick and what it measures
+alternate, so that a busy machine slows both. Figures are medians.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.ids import BlockName, SlotIndex
+from headrace.kvstore.base import StoreClient
+from headrace.kvstore.checksum import digest
+from headrace.kvstore.fake import FakeNode
+from headrace.kvstore.layout import SlabLayout
+from headrace.kvstore.names import NameChain, chain, namespace
+from headrace.kvstore.pool import DevicePool
+from headrace.kvstore.testing import LAYOUT, DaemonFixture, blocks_of
+from headrace.kvstore.transfer import load_slab, store_slab
+from headrace.lab.report.files import to_json, to_text
+
+GLM = SlabLayout(78, (0, 1, 2, *range(6, 78, 4)), True, "tile656")
+ROOT = namespace(bytes(32), "bench")
+PROMPT_BLOCKS = 2048
+SLABS = 16
+COLUMNS = ("what", "value", "unit", "goal", "yardstick", "ratio")
+Row = dict[str, Any]
+
+
+def row(what: str, value: float, unit: str, goal: str = "", yardstick: str = "", ratio: float | None = None) -> Row:
+    shown = "" if ratio is None else f"{ratio:.2f}"
+    return {
+        "what": what, "value": round(value, 3), "unit": unit, "goal": goal, "yardstick": yardstick, "ratio": shown
+    }  # fmt: skip
+
+
+def medians(rounds: int, *calls: Callable[[], object]) -> list[float]:
+    """Median seconds of each call; the calls take turns."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, taken in zip(calls, seconds):
+            began = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - began)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def bench_names(rounds: int) -> Iterator[Row]:
+    tokens = np.arange(64 * PROMPT_BLOCKS, dtype="<u4")
+    grown = NameChain(ROOT)
+    grown.extend(tokens)
+    news = np.arange(1000, dtype="<u4")
+    whole, turn = medians(rounds, lambda: chain(ROOT, tokens), lambda: grown.copy().extend(news))
+    yield row("names of 131,072 tokens", whole * 1e3, "ms", "≤ 5")
+    yield row("names of a turn of 1,000 tokens more", turn * 1e3, "ms", "≤ 0.2")
+
+
+@contextmanager
+def daemon(slots: int, layout: SlabLayout) -> Iterator[StoreClient]:
+    with tempfile.TemporaryDirectory() as directory:
+        node = DaemonFixture(Path(directory), slots=slots, lease_s=10.0, layout=layout)
+        try:
+            yield node.client()
+        finally:
+            node.close()
+
+
+def fill(client: StoreClient, names: list[BlockName]) -> None:
+    slots = client.begin_put(blocks_of(names))
+    client.commit_put([(name, SlotIndex(s), bytes(16)) for name, s in zip(names, slots)], keep_lease=False)
+
+
+def bench_calls(rounds: int) -> Iterator[Row]:
+    names = chain(ROOT, np.arange(64 * PROMPT_BLOCKS, dtype="<u4"))
+    with daemon(PROMPT_BLOCKS, LAYOUT) as client:
+        fill(client, names)
+        empty, match, lease, _, both, _ = medians(
+            rounds,
+            lambda: client.match([]),
+            lambda: client.match(names),
+            lambda: client.lease(names),
+            lambda: client.release(names),
+            lambda: client.lease_leading(names),
+            lambda: client.release(names),
+        )
+    yield row("an empty call", empty * 1e3, "ms")
+    yield row("match + lease of 2,048 blocks, one call", both * 1e3, "ms", "≤ 2")
+    yield row("match, then lease, of 2,048 blocks", (match + lease) * 1e3, "ms")
+
+
+def bench_index(rounds: int) -> Iterator[Row]:
+    blocks = 50_000
+    names = chain(ROOT, np.arange(64 * blocks, dtype="<u4"))
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    node = FakeNode(slots=blocks, slot_bytes=1)
+    fill(node.client(), names)
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+
+    def lookups() -> None:
+        for name in names[:10_000]:
+            node.tier.match([name])
+
+    (seconds,) = medians(rounds, lookups)
+    yield row("single-block lookups in process", 10_000 / seconds, "1/s", "≥ 100,000")
+    yield row("memory of host tier and event log", used / blocks, "B a block", "≤ 400")
+
+
+def bench_slabs(rounds: int) -> Iterator[Row]:
+    torch.set_num_threads(1)
+    pool = DevicePool(GLM, SLABS, "cpu")
+    pool.latent.random_()
+    pool.index.random_()
+    payload = GLM.payload_bytes
+    source, target = (torch.zeros(SLABS, payload, dtype=torch.uint8) for _ in range(2))
+    names = chain(ROOT, np.arange(64 * SLABS, dtype="<u4"))
+
+    def memcpy() -> None:
+        for i in range(SLABS):
+            target[i].copy_(source[i])
+
+    with daemon(SLABS, GLM) as client:
+
+        def put(digests: bool) -> None:
+            client.drop(names)
+            slots = [SlotIndex(slot) for slot in client.begin_put(blocks_of(names))]
+            writes = []
+            for i, slot in enumerate(slots):
+                view = client.slot_view(slot)[:payload]
+                store_slab(pool, i, view)
+                writes.append((names[i], slot, digest(view) if digests else bytes(16)))
+            client.commit_put(writes, keep_lease=False)
+
+        def get() -> None:
+            for i, lease in enumerate(client.lease_leading(names)):
+                load_slab(pool, i, client.slot_view(lease.slot)[:payload])
+            client.release(names)
+
+        plain, stored, visible, loaded = medians(rounds, memcpy, lambda: put(False), lambda: put(True), get)
+    total = SLABS * payload / 1e9
+    yield row("one memcpy of 3.5 MB slabs", total / plain, "GB/s")
+    yield row("host put, no digest", total / stored, "GB/s", "≥ 0.85", "memcpy", plain / stored)
+    yield row("host put to visible, digest", total / visible, "GB/s", "", "memcpy", plain / visible)
+    yield row("host get", total / loaded, "GB/s", "≥ 0.85", "memcpy", plain / loaded)
+
+
+SUITES = {"names": bench_names, "calls": bench_calls, "index": bench_index, "slabs": bench_slabs}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace.lab.bench_store", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", default=[], help=f"of {', '.join(SUITES)}; all")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    unknown = set(args.suites) - set(SUITES)
+    if unknown:
+        parser.error(f"no suite {', '.join(sorted(unknown))}; known: {', '.join(SUITES)}")
+    rows = [found for suite in args.suites or SUITES for found in SUITES[suite](args.rounds)]
+    print(to_json(rows, []) if args.json else to_text(rows, COLUMNS))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
