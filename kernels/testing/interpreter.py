@@ -1,8 +1,8 @@
 """Triton's interpreter on a CPU, with the float arithmetic of a GPU.
 
 Triton 3.6 to 3.9 interpret some things differently from what the compiler emits: bf16 operands of `tl.dot` are
-multiplied as integers, fp32 -> bf16 truncates, fp32 -> e4m3 rounds half up without saturating, e4m3 NaNs decode as
-480. `install` replaces those four by torch's casts. It must run before the first module with kernels is imported,
+multiplied as integers, and so are bf16 values one by one; fp32 -> bf16 truncates, fp32 -> e4m3 rounds half up without
+saturating, e4m3 NaNs decode as 480. `install` replaces those by torch's casts. It must run before the first module with kernels is imported,
 because `triton.jit` decides then; Triton's own library, already decorated, is decorated again.
 """
 
@@ -32,6 +32,7 @@ _BITS: dict[int, tuple[Any, torch.dtype]] = {
     1: (np.uint8, torch.uint8),
 }
 _convert_before = interpreter._convert_float
+_binary_before = interpreter.InterpreterBuilder.binary_op
 
 
 def install() -> None:
@@ -43,6 +44,7 @@ def install() -> None:
                 setattr(module, name, _interpreted(value))
     interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.binary_op = _binary
 
 
 @functools.cache
@@ -73,6 +75,15 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprec
     """Products in the accumulator's type, whatever the operands' type."""
     product = np.matmul(_values(a), _values(b), dtype=d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _binary(self: Any, a: Any, b: Any, op: Any) -> Any:
+    """Element-wise; bf16 in fp32, rounded once."""
+    dtype = a.dtype.scalar
+    if dtype != tl.bfloat16 or b.dtype.scalar != tl.bfloat16 or op.__name__ not in ("add", "subtract", "multiply"):
+        return _binary_before(self, a, b, op)
+    exact = op(_values(a), _values(b))
+    return interpreter.TensorHandle(_convert(exact, tl.float32, tl.bfloat16, None), dtype)
 
 
 def _values(handle: Any) -> Any:
