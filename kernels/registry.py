@@ -25,7 +25,7 @@ OPS = (
     "router",
     "experts",
 )
-TRITON_OPS = ("norm", "rope", "latent_rows", "index_keys")
+TRITON_OPS = ("norm", "rope", "latent_rows", "index_keys", "index_topk", "sparse_mla", "linear", "experts")
 PREFERENCE = ("aiter", "triton", "reference")
 
 

@@ -1,4 +1,4 @@
-"""Routed experts in three launches: gate and up with SiLU * mul and requantisation, down with the row's weight, combine.
+"""Routed experts in three launches: gate and up with SiLU * mul and requantisation; down with the row's weight; sum.
 
 Roofline of a rows (each with its expert): 6 a D I FLOP at FP8 rate; 3 D I bytes for each expert that has a row, once;
 a D codes in, a I codes out and in again, 2 a D of bf16 parts out and in, 8 N D of fp64 sums.
@@ -21,6 +21,7 @@ from headrace.kernels.formats import SCALE_TILE
 from headrace.kernels.launch import Tile, ceil_div
 from headrace.kernels.linear.triton import quantise
 from headrace.kernels.numeric import activation_scale, saturate
+from headrace.kernels.plan import plan_tiles
 
 SMALL_TILE = Tile(64, 128, warps=4, stages=3)
 LARGE_TILE = Tile(128, 128, warps=8, stages=3)
@@ -55,7 +56,7 @@ def gate_up_kernel(
     up_scale_ptr = gate_scale_ptr + blocks * steps
     gate = tl.zeros((BM, 128), tl.float32)
     up = tl.zeros((BM, 128), tl.float32)
-    for step in range(0, steps):
+    for step in range(steps):
         if EVEN_K:
             a = tl.load(a_ptr)
             g = tl.load(gate_ptr)
@@ -104,7 +105,7 @@ def down_kernel(
     steps = tl.cdiv(INNER, 128)
     b_scale_ptr = w_scale_ptr + (expert * tl.cdiv(D, 128) + block * BN // 128) * steps
     out = tl.zeros((BM, BN), tl.float32)
-    for step in range(0, steps):
+    for step in range(steps):
         if EVEN_K:
             a = tl.load(a_ptr)
             b = tl.load(b_ptr)
@@ -147,37 +148,6 @@ class TritonExpertWeights:
     quantised: bool = True
 
 
-@dataclasses.dataclass(slots=True)
-class TilePlan:
-    """(row, expert) pairs sorted by expert and cut into row tiles of one expert each. All int32, on the device."""
-
-    pairs: Tensor
-    """[N * k] pair (row * k + choice), local experts first, ascending within an expert"""
-    expert: Tensor
-    """[tiles] local expert, or E where there is no tile"""
-    start: Tensor
-    end: Tensor
-    """[tiles] places in `pairs`"""
-
-
-def plan_tiles(ids: Tensor, first_expert: int, experts: int, rows_a_tile: int) -> TilePlan:
-    local = ids.flatten().long() - first_expert
-    local = torch.where((local >= 0) & (local < experts), local, experts)
-    pairs = local.argsort(stable=True)
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    counts = counts.scatter_add_(0, local, torch.ones_like(local))[:experts]
-    first = counts.cumsum(0) - counts
-    tiles = (counts + rows_a_tile - 1) // rows_a_tile
-    tile_end = tiles.cumsum(0)
-    most = local.shape[0] // rows_a_tile + min(experts, local.shape[0])
-    index = torch.arange(most, device=ids.device)
-    expert = torch.searchsorted(tile_end, index, right=True)
-    known = expert.clamp_max(experts - 1)
-    start = first[known] + (index - (tile_end - tiles)[known]) * rows_a_tile
-    end = first[known] + counts[known]
-    return TilePlan(pairs.int(), expert.int(), start.int(), end.int())
-
-
 class TritonExperts:
     def __init__(self, context: KernelContext) -> None:
         self._deterministic = context.deterministic
@@ -205,9 +175,7 @@ class TritonExperts:
             torch.stack([scale(down) for down in downs]).contiguous(),
         )
 
-    def encode(
-        self, x: Tensor, weight: TritonExpertWeights | ReferenceExpertWeights
-    ) -> tuple[Tensor, Tensor | None]:
+    def encode(self, x: Tensor, weight: TritonExpertWeights | ReferenceExpertWeights) -> tuple[Tensor, Tensor | None]:
         if isinstance(weight, ReferenceExpertWeights):
             return self._plain.encode(x, weight)
         codes, scales = quantise(x, transposed=False)
@@ -243,12 +211,12 @@ class TritonExperts:
         pairs = ids.numel()
         large = not self._deterministic and pairs >= 96 * experts
         tile = LARGE_TILE if large else SMALL_TILE
-        plan = plan_tiles(ids, first_expert, experts, tile.m)
-        tiles, groups = plan.expert.shape[0], ceil_div(inner, SCALE_TILE)
+        plan = plan_tiles(ids.flatten() - first_expert, experts, tile.m)
+        tiles, groups = plan.group.shape[0], ceil_div(inner, SCALE_TILE)
         hidden = torch.empty((pairs, inner), dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)
         hidden_scales = torch.empty((pairs, groups), dtype=torch.float32, device=x.device)
         parts = torch.empty((pairs, width), dtype=torch.bfloat16, device=x.device)
-        where = (plan.pairs, plan.expert, plan.start, plan.end)
+        where = (plan.members, plan.group, plan.start, plan.end)
         gate_up_kernel[(groups, tiles)](
             x.view(torch.float8_e4m3fn), scales, weight.gate_up, weight.gate_up_scale, *where, hidden, hidden_scales,
             experts, ids.shape[1], width, inner, scales.stride(0), groups,

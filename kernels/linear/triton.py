@@ -71,7 +71,7 @@ def fp8_linear_kernel(
     else:
         b_scale_ptr = w_scale_ptr + tl.minimum(n, N - 1) * w_scale_stride
     out = tl.zeros((BM, BN), tl.float32)
-    for step in range(0, tl.cdiv(K, 128)):
+    for step in range(tl.cdiv(K, 128)):
         if EVEN_K:
             a = tl.load(a_ptr)
             b = tl.load(b_ptr)

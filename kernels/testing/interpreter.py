@@ -1,9 +1,9 @@
 """Triton's interpreter on a CPU, with the float arithmetic of a GPU.
 
-Triton 3.6 to 3.9 interpret some things differently from what the compiler emits: bf16 operands of `tl.dot` are
-multiplied as integers, and so are bf16 values one by one; fp32 -> bf16 truncates, fp32 -> e4m3 rounds half up without
-saturating, e4m3 NaNs decode as 480. `install` replaces those by torch's casts. It must run before the first module with kernels is imported,
-because `triton.jit` decides then; Triton's own library, already decorated, is decorated again.
+Triton 3.6 to 3.9 interpret some things differently from what the compiler emits: bf16 operands of `tl.dot` and of
+element-wise arithmetic are taken for integers, fp32 -> bf16 truncates, fp32 -> e4m3 rounds half up without saturating,
+e4m3 NaNs decode as 480. `install` replaces those by torch's casts. It must run before the first module with kernels is
+imported, because `triton.jit` decides then; Triton's own library, already decorated, is decorated again.
 """
 
 import functools

@@ -7,7 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from headrace.kernels.base import KernelContext, Pair
 from headrace.kernels.experts.reference import ReferenceExperts
-from headrace.kernels.experts.triton import TritonExperts, plan_tiles
+from headrace.kernels.experts.triton import TritonExperts
+from headrace.kernels.plan import plan_tiles
 from headrace.kernels.testing.compare import calc_diff
 
 CPU = KernelContext(torch.device("cpu"), deterministic=False)
@@ -21,12 +22,12 @@ def fp8_matrix(out: int, inner: int, device: torch.device) -> tuple[Pair, Pair]:
 
 def test_tiles_cover_every_local_pair_once() -> None:
     ids = torch.randint(0, 12, (37, 3)).int()
-    plan = plan_tiles(ids, 4, 5, 8)
+    plan = plan_tiles(ids.flatten() - 4, 5, 8)
     seen = []
-    for expert, start, end in zip(plan.expert.tolist(), plan.start.tolist(), plan.end.tolist()):
+    for expert, start, end in zip(plan.group.tolist(), plan.start.tolist(), plan.end.tolist()):
         if expert < 5:
             assert start < end
-            pairs = plan.pairs[start : min(start + 8, end)].tolist()
+            pairs = plan.members[start : min(start + 8, end)].tolist()
             assert {int(ids.flatten()[p]) for p in pairs} == {expert + 4}
             seen += pairs
     local = (ids.flatten() >= 4) & (ids.flatten() < 9)

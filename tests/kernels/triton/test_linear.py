@@ -34,9 +34,7 @@ def test_activation_bytes_are_the_reference_s(device: torch.device, rows: int, w
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("rows", "outs", "inner"), [(1, (70,), 130), (67, (64, 200), 128), (3, (256, 64), 384)])
-def test_fp8_product(
-    device: torch.device, rows: int, outs: tuple[int, ...], inner: int, deterministic: bool
-) -> None:
+def test_fp8_product(device: torch.device, rows: int, outs: tuple[int, ...], inner: int, deterministic: bool) -> None:
     """Stacked parts share a grid of scales (256 + 64 rows) or do not (64 + 200)."""
     parts = [fp8_matrix(out, inner) for out in outs]
     x = torch.randn(rows, inner) * 5
