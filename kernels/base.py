@@ -96,6 +96,8 @@ class QueryRows:
     """1 for the MTP layer, whose row 0 is empty"""
     groups: list[tuple[int, Tensor, int]] | None = None
     """Cached (sequence, its query rows, its largest last_row): filled on first use, shared by all layers of a step."""
+    plan: Any = None
+    """What a backend derived from the fields above, likewise."""
 
 
 class IndexTopk(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.errors import KernelUnsupported
 from headrace.kernels.base import KernelContext
+from headrace.kernels.launch import CACHE_OPS, refuses_cache_op, refuses_triton
 
 OPS = (
     "norm",
@@ -24,6 +25,7 @@ OPS = (
     "router",
     "experts",
 )
+TRITON_OPS = ("norm", "rope", "latent_rows", "index_keys", "index_topk", "sparse_mla", "linear", "experts")
 PREFERENCE = ("aiter", "triton", "reference")
 
 
@@ -88,6 +90,9 @@ def default_registry() -> Registry:
     """The backends that ship with Headrace."""
     registry = Registry()
     for op in OPS:
+        if op in TRITON_OPS:
+            refuses = refuses_cache_op if op in CACHE_OPS else refuses_triton
+            registry.register(op, Backend("triton", f"headrace.kernels.{op}.triton:create", refuses))
         registry.register(op, Backend("reference", f"headrace.kernels.{op}.reference:create"))
     return registry
 
