@@ -79,8 +79,8 @@ def test_a_load_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_forcing_an_absent_backend_names_what_exists(tmp_path: Path) -> None:
-    with pytest.raises(KernelUnsupported, match=r"no backend 'triton'; registered: reference"):
-        load_model(tiny_spec(), tmp_path, "dummy", "cpu", 0, 1, "tile656", True, kernels="triton")
+    with pytest.raises(KernelUnsupported, match=r"no backend 'aiter'; registered: triton, reference"):
+        load_model(tiny_spec(), tmp_path, "dummy", "cpu", 0, 1, "tile656", True, kernels="aiter")
 
 
 def test_config_precedence_and_problems() -> None:
