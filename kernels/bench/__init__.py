@@ -1,0 +1,1 @@
+"""Benchmark of kernels: floors from ceilings measured in the same run, medians by events, JSON out."""

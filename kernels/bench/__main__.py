@@ -1,0 +1,5 @@
+import sys
+
+from headrace.kernels.bench.run import main
+
+sys.exit(main())
