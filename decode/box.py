@@ -17,6 +17,7 @@ from headrace.decode.service import DecodeService, box_status, decode_hello
 from headrace.errors import RankLost
 from headrace.ids import new_incarnation
 from headrace.kvstore.client import NodeClient
+from headrace.kvstore.copiers import map_watcher_for
 from headrace.kvstore.pool import DevicePool
 from headrace.model.choose import device_of, load_from_config
 from headrace.model.exchange import GroupExchange
@@ -51,7 +52,7 @@ class DecodeRankBox:
         )
         control, exchange = self._join_group(device)
         pool = DevicePool(context.layout, context.config.decode.device_blocks, device)
-        self._client = NodeClient(context.endpoints["node-0"], self._hello, context.layout)
+        self._client = NodeClient(context.endpoints["node-0"], self._hello, context.layout, map_watcher_for(device))
         self._rank = make_rank(
             model=model,
             pool=pool,

@@ -12,17 +12,14 @@ import struct
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from headrace.errors import ConfigError, IncompatiblePeer
 from headrace.ids import Incarnation
+from headrace.kvstore import memory
 
 HEADER_BYTES = 4096
 SUFFIX = ".arena"
 _MAGIC = b"headrace arena 1"
 _HEADER = struct.Struct("<16s16sQQ")  # magic, incarnation, slots, slot bytes
-_RESERVE_BYTES = 256 << 20
-"""Memory that must stay available after the arena is allocated."""
 
 
 class Arena:
@@ -38,9 +35,18 @@ class Arena:
         self._bytes = memoryview(self._map)
 
     @classmethod
-    def create(cls, directory: Path, prefix: str, *, host_bytes: int, slot_bytes: int, owner: Incarnation) -> Self:
-        """Allocate every page now, so that used memory is honest and no later write can fail. Raises ConfigError with
-        the numbers if it does not fit."""
+    def create(
+        cls,
+        directory: Path,
+        prefix: str,
+        *,
+        host_bytes: int,
+        slot_bytes: int,
+        owner: Incarnation,
+        numa: str = "auto",
+    ) -> Self:
+        """Allocate every page now, so that used memory is honest and no later write can fail. `numa` as in
+        `memory.place`. Raises ConfigError with the numbers if it does not fit."""
         remove_stale(directory)
         slots = host_bytes // slot_bytes
         total = HEADER_BYTES + slots * slot_bytes
@@ -50,14 +56,23 @@ class Arena:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"store.shm_dir: cannot create a file in {directory}: {error.strerror}") from error
+        arena = None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(fd, 0, total)
+            os.ftruncate(fd, total)
+            arena = cls(path, fd, slots, slot_bytes, owned=True)
+            memory.place(arena._map, numa)
+            memory.populate(arena._map, fd)
             os.pwrite(fd, _HEADER.pack(_MAGIC, owner.encode(), slots, slot_bytes), 0)
-            return cls(path, fd, slots, slot_bytes, owned=True)
-        except OSError as error:
-            os.close(fd)
-            path.unlink(missing_ok=True)
+            return arena
+        except (OSError, ConfigError) as error:
+            if arena is not None:
+                arena.close()
+            else:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"cannot allocate {total} bytes in {directory}: {error.strerror}") from error
 
     @classmethod
@@ -70,7 +85,9 @@ class Arena:
             wanted = _HEADER.pack(_MAGIC, owner.encode(), slots, slot_bytes)
             if found != wanted or os.fstat(fd).st_size < HEADER_BYTES + slots * slot_bytes:
                 raise IncompatiblePeer(f"{path} is not the arena of {slots} x {slot_bytes} bytes of daemon {owner}")
-            return cls(path, fd, slots, slot_bytes, owned=False)
+            arena = cls(path, fd, slots, slot_bytes, owned=False)
+            memory.advise_huge(arena._map)
+            return arena
         except BaseException:
             os.close(fd)
             raise
@@ -85,6 +102,10 @@ class Arena:
     def region(self) -> memoryview:
         """All slots, for pinning."""
         return self._bytes[HEADER_BYTES:]
+
+    def huge_bytes(self) -> int:
+        """How much of it lies in huge pages here."""
+        return memory.huge_bytes(self.path)
 
     def close(self) -> None:
         """Unmap (later, if views are still alive) and, for the creator, remove the file."""
@@ -139,9 +160,9 @@ def _check_room(directory: Path, host_bytes: int, slot_bytes: int, total: int) -
     free = disk.f_bavail * disk.f_frsize
     if total > free:
         raise ConfigError(f"store.host_bytes: {total} bytes do not fit into {directory}, which has {free} free")
-    available = psutil.virtual_memory().available
-    if total + _RESERVE_BYTES > available:
+    available = memory.available_bytes()
+    if total + memory.RESERVE_BYTES > available:
         raise ConfigError(
-            f"store.host_bytes: {total} bytes plus a reserve of {_RESERVE_BYTES} exceed the {available} bytes of "
+            f"store.host_bytes: {total} bytes plus a reserve of {memory.RESERVE_BYTES} exceed the {available} bytes of "
             "available memory"
         )

@@ -5,7 +5,7 @@ these interfaces; they move between a rank's pool and the mapped arena (`kvstore
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
@@ -175,6 +175,19 @@ class StoreClient(Protocol):
 
     def close(self) -> None:
         """Release every lease and abort every write of this client."""
+        ...
+
+
+class MapWatcher(Protocol):
+    """Told of the host tier that a client maps: whoever copies may want the memory pinned."""
+
+    def mapped(self, region: memoryview, keep_alive: Callable[[], object]) -> None:
+        """All slots of a newly mapped arena. `keep_alive` is called at least every second while it takes its time. An
+        exception refuses the mapping."""
+        ...
+
+    def unmapping(self, region: memoryview) -> None:
+        """The region goes; no copy of this client is running."""
         ...
 
 

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from headrace.errors import DaemonUnavailable, HeadraceError, IncompatiblePeer
 from headrace.ids import Incarnation, SlotIndex, new_incarnation
 from headrace.kvstore import wire
 from headrace.kvstore.arena import Arena
+from headrace.kvstore.base import MapWatcher
 from headrace.kvstore.connection import Connection, socket_path
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.operations import StoreOperations
@@ -33,17 +33,17 @@ class NodeClient(StoreOperations):
         endpoint: str,
         hello: Hello,
         layout: SlabLayout,
-        on_map: Callable[[memoryview], None] = lambda region: None,
+        watcher: MapWatcher | None = None,
     ) -> None:
         """`endpoint` is "unix:/path". The incarnation of `hello` is used for the first connection only: each later
-        one draws its own. `on_map` sees every newly mapped arena (to pin it). Raises DaemonUnavailable and
+        one draws its own. `watcher` sees every mapped arena come and go (to pin it). Raises DaemonUnavailable and
         IncompatiblePeer."""
         super().__init__()
         self.incarnation: Incarnation = hello.incarnation
         self._path = socket_path(endpoint)
         self._hello = hello
         self._layout = layout
-        self._on_map = on_map
+        self._watcher = watcher
         self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._arena: Arena | None = None
@@ -106,9 +106,7 @@ class NodeClient(StoreOperations):
             with contextlib.suppress(HeadraceError):  # It is gone already, and with it all we held.
                 self._call(wire.Goodbye())
             self._drop_connection("closed")
-            if self._arena is not None:
-                self._arena.close()
-                self._arena = None
+            self._unmap()
         if threading.current_thread() is not self._heart:
             self._heart.join(CALL_TIMEOUT_S)
 
@@ -129,22 +127,22 @@ class NodeClient(StoreOperations):
     def _dial(self, hello: Hello) -> None:
         connection = Connection(self._path, hello, CALL_TIMEOUT_S)
         try:
-            arena = self._map(connection.welcome)
+            self._map(connection)
         except BaseException:
             connection.close()
             raise
         self._renewed_s = time.monotonic()
         self._lease_s = connection.welcome.lease_s
-        self._arena, old = arena, self._arena
-        if old is not None and old is not arena:
-            old.close()
         self._connection, self._lost = connection, ""
         self.incarnation = hello.incarnation
 
-    def _map(self, welcome: wire.Welcome) -> Arena:
+    def _map(self, connection: Connection) -> None:
+        """Map the arena of this daemon, if it is not the one that is mapped. The old one goes before the watcher sees
+        the new: a host has memory to pin one."""
+        welcome = connection.welcome
         path = Path(welcome.arena)
         if self._arena is not None and self._arena.path == path:
-            return self._arena
+            return
         if welcome.slot_bytes != self._layout.slot_bytes:
             raise IncompatiblePeer(
                 f"slots of {welcome.node} have {welcome.slot_bytes} bytes, this layout needs {self._layout.slot_bytes}"
@@ -153,8 +151,22 @@ class NodeClient(StoreOperations):
             arena = Arena.attach(path, slots=welcome.slots, slot_bytes=welcome.slot_bytes, owner=welcome.incarnation)
         except OSError as error:
             raise DaemonUnavailable(f"cannot map {path}: {error.strerror}") from error
-        self._on_map(arena.region())
-        return arena
+        self._unmap()
+        if self._watcher is not None:
+            try:
+                # Pinning some hundred GB takes longer than a lease lives.
+                self._watcher.mapped(arena.region(), lambda: connection.call(wire.Heartbeat()))
+            except BaseException:
+                arena.close()
+                raise
+        self._arena = arena
+
+    def _unmap(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            if self._watcher is not None:
+                self._watcher.unmapping(arena.region())
+            arena.close()
 
     def _drop_connection(self, reason: str) -> None:
         if self._connection is not None:

@@ -261,6 +261,7 @@ class HostTier:
             "ready": len(self._residents),
             "leased": self._residents.held + len(self._doomed),
             "evictable": self._residents.evictable,
+            "doomed": len(self._doomed),
             "quarantined": quarantined,
             "clients": len(self._owners),
         }

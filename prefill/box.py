@@ -9,6 +9,7 @@ import torch
 from headrace.errors import RankLost
 from headrace.ids import new_incarnation
 from headrace.kvstore.client import NodeClient
+from headrace.kvstore.copiers import map_watcher_for
 from headrace.model.choose import load_from_config
 from headrace.model.spec import ModelSpec
 from headrace.prefill.rank import PrefillRank, Seat
@@ -37,7 +38,9 @@ class PrefillRankBox:
         )
         # Every rank greets under the group's name: routers know groups, not prefill ranks, and the daemon must know who
         # may write into the slots that the leader takes. Only the leader announces.
-        self._client = NodeClient(context.endpoints["node-0"], self._hello, context.layout)
+        self._client = NodeClient(
+            context.endpoints["node-0"], self._hello, context.layout, map_watcher_for(model.device)
+        )
         seat = Seat(context.rank, context.world, context.rendezvous)
         self._rank = PrefillRank(context.config, seat, spec, model, context.layout, self._client)
         self._rank.start()

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
+from headrace.kvstore.base import MapWatcher
 from headrace.kvstore.pool import DevicePool
 
 
@@ -40,3 +43,13 @@ def copier_for(pool: DevicePool) -> Copier:
     if kind not in _made:
         _made[kind] = _CREATORS[kind]()
     return _made[kind]
+
+
+def map_watcher_for(device: torch.device | str) -> MapWatcher | None:
+    """What a rank's store client should tell of the host tier it maps: pins it for a GPU; None where plain memory is
+    as good."""
+    if torch.device(device).type != "cuda":
+        return None
+    from headrace.kvstore.copiers.pinning import Pinning
+
+    return Pinning()

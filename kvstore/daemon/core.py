@@ -57,6 +57,8 @@ class StoreCore:
         self.tier = tier
         self.events = EventLog(facts.incarnation)
         self.on_change = on_change
+        self.constants: dict[str, float] = {"host_bytes": float(facts.slots * facts.slot_bytes)}
+        """Values that do not change: sizes of what the node owns."""
         self._sessions: list[Session] = []
         self._handlers: dict[type[Any], Callable[[Session, Any], Any]] = {
             wire.Heartbeat: self._heartbeat,
@@ -130,6 +132,7 @@ class StoreCore:
     def values(self) -> dict[str, float]:
         """Gauges and counters by name; device tiers as far as ranks announced them."""
         values = {f"host_{name}": float(value) for name, value in self.tier.stats().items()}
+        values.update(self.constants)
         for place in self.events.places():
             if place != HOST_PLACE:
                 values[f"device_blocks{{rank={place}}}"] = float(self.events.held(place))

@@ -61,6 +61,7 @@ class Node:
             host_bytes=store.host_bytes,
             slot_bytes=layout.slot_bytes,
             owner=self.incarnation,
+            numa=store.numa,
         )
         self._thread.start()
         try:
@@ -72,6 +73,7 @@ class Node:
                 lease_s=store.lease_s,
             )
             self._core = StoreCore(self._facts(self._arena), tier)
+            self._core.constants["host_huge_bytes"] = float(self._arena.huge_bytes())
             self._call(self._listen(self._core))
         except BaseException:
             self.stop()

@@ -52,9 +52,9 @@ def check_every_visible_block(client, chains):
 def test_killed_clients_leave_no_lease_no_slot_and_no_wrong_byte(node):
     watcher = node.client("watcher")
     steady = Churn(node, "steady", 99)
-    for seed in range(4):
+    for seed in range(10):
         victim = Churn(node, "victim", seed)
-        time.sleep(0.15 + 0.05 * seed)
+        time.sleep(0.1 + 0.03 * seed)
         victim.kill()
     tally = steady.end()
     assert tally["reads"] > 0
@@ -92,8 +92,8 @@ def test_a_stopped_writer_keeps_its_slots_quarantined_until_it_is_dead(node, nam
 
 def test_a_killed_daemon_is_survived_and_leaves_nothing(node):
     workers = [Churn(node, f"decode-0.{i}", i) for i in range(2)]
-    for _ in range(3):
-        time.sleep(0.4)
+    for _ in range(10):
+        time.sleep(0.3)
         node.kill()
         assert len(node.files()) == 1
         time.sleep(0.1)

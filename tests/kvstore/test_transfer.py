@@ -101,3 +101,26 @@ def test_digest_covers_every_byte():
         assert digest(memoryview(data)) != first
         data[at] ^= 1
     assert digest(memoryview(data)) == first
+
+
+@pytest.mark.gpu
+def test_a_client_on_a_gpu_pins_the_arena_and_lets_go_of_it(tmp_path):
+    from headrace.kvstore.client import NodeClient
+    from headrace.kvstore.copiers import map_watcher_for
+    from headrace.kvstore.copiers.pinning import Pinning
+    from headrace.kvstore.testing import LAYOUT, DaemonFixture
+
+    node, watcher = DaemonFixture(tmp_path), map_watcher_for("cuda")
+    assert isinstance(watcher, Pinning)
+    for _ in range(2):
+        client = NodeClient(f"unix:{node.socket}", node.hello("decode-0.0", "decode"), LAYOUT, watcher)
+        assert watcher.pinned_bytes == 8 * LAYOUT.slot_bytes
+        assert torch.frombuffer(client.slot_view(0), dtype=torch.uint8).is_pinned()
+        pool = random_pool(LAYOUT, 2, "cuda")
+        (slot,) = client.begin_put([(b"n" * 32, None, 0)])
+        store_slab(pool, 1, client.slot_view(slot))
+        load_slab(pool, 0, client.slot_view(slot))
+        assert torch.equal(pool.latent[:, 0], pool.latent[:, 1])
+        client.close()
+        assert watcher.pinned_bytes == 0
+    node.close()

@@ -50,7 +50,7 @@ def test_a_box_serves_and_stops(tmp_path, monkeypatch):
     context = make_context(write_config(tiny_spec(), tmp_path / "model"))
     stores = []
 
-    def fake_client(endpoint, hello, layout):
+    def fake_client(endpoint, hello, layout, watcher):
         assert (endpoint, hello.name, layout) == ("unix:/nowhere", "prefill-0", context.layout)
         stores.append(MemoryStore(32, context.layout.slot_bytes))
         return stores[0]

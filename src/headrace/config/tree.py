@@ -74,7 +74,12 @@ class StoreConfig:
     """The node daemon and its tiers."""
 
     host_bytes: int = setting(1 << 30, "Host tier of a node (shared memory)", unit="bytes", minimum=1 << 20)
-    shm_dir: str = setting("/dev/shm", "Memory file system that holds the host tier")
+    shm_dir: str = setting(
+        "/dev/shm", "Memory file system that holds the host tier; huge pages are used if it is mounted with huge=advise"
+    )
+    numa: str = setting(
+        "auto", "NUMA nodes the host tier's pages are dealt over, as `0-1`; `auto`: all that have memory"
+    )
     host_policy: str = setting("lru", "Eviction policy of the host tier (names: `headrace config --choices`)")
     device_policy: str = setting("lru", "Eviction policy of the ranks' device tiers")
     write_policy: str = setting("through", "When a device block goes to the host tier", choices=("through",))
