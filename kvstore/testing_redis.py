@@ -13,16 +13,16 @@ class RedisFixture:
     """Started when made. `stop` forgets everything, `start` begins empty; `freeze` and `thaw` act like a partition."""
 
     def __init__(self, directory: Path) -> None:
-        self._socket = directory / "redis.sock"
-        self.url = f"unix://{self._socket}"
+        self.socket = directory / "redis.sock"
+        self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
         binary = shutil.which("redis-server")
         assert binary, "redis-server is not installed"
-        command = [binary, "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=self._socket.parent)
+        command = [binary, "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=self.socket.parent)
         end = time.monotonic() + 10.0
         while not self._answers():
             assert time.monotonic() < end, "redis-server does not answer"
@@ -45,7 +45,7 @@ class RedisFixture:
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
-                probe.connect(str(self._socket))
+                probe.connect(str(self.socket))
                 probe.sendall(b"PING\r\n")
                 return probe.recv(16).startswith(b"+PONG")
             except OSError:

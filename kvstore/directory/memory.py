@@ -33,6 +33,7 @@ class InProcessDirectory:
         self._seen: dict[str, tuple[Incarnation, int]] = {}
         self._followers: list[asyncio.Task[None]] = []
         self._snapshots = 0
+        self._gaps = 0
         self._failures = 0
 
     async def start(self) -> None:
@@ -53,6 +54,7 @@ class InProcessDirectory:
             **self._index.stats(),
             "nodes_followed": float(len(self._seen)),
             "snapshots_total": float(self._snapshots),
+            "gaps_total": float(self._gaps),
             "failures_total": float(self._failures),
         }
 
@@ -76,6 +78,10 @@ class InProcessDirectory:
         incarnation, after = self._seen.get(node, (Incarnation(""), 0))
         request = wire.EventsRequest(incarnation=incarnation, after=after, wait_s=LONG_POLL_S)
         events: wire.Events = await self._streams[node].call(request, LONG_POLL_S + ANSWER_S)
+        if not events.snapshot and (events.incarnation != incarnation or after + len(events.changes) != events.last):
+            self._gaps += 1
+            self._seen[node] = (Incarnation(""), 0)  # What is known stays in use until the snapshot is here.
+            return
         self._index.apply(node, events)
         self._snapshots += events.snapshot
         self._seen[node] = (events.incarnation, events.last)

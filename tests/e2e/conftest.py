@@ -83,6 +83,12 @@ def quick_service() -> Iterator[Service]:
     yield from _running("process")
 
 
+@pytest.fixture(scope="session")
+def service_class() -> type[Service]:
+    """To start a service with other settings; the test stops it."""
+    return Service
+
+
 def _running(launcher: str) -> Iterator[Service]:
     made = Service(f"deploy.launcher={launcher}")
     try:
