@@ -1,15 +1,59 @@
 """What every Triton backend needs around its kernels: whether it can run at all, launch shapes, exact helpers."""
 
+import contextlib
 import dataclasses
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 
 from headrace.kernels.base import KernelContext
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
+COMPUTE_UNITS = {"sm_90": 132, "gfx950": 256, "gfx942": 304}
+"""Of an H200, an MI355X and an MI325X: what kernels are compiled for ahead of time"""
 CACHE_OPS = ("latent_rows", "index_keys", "index_topk", "sparse_mla")
 """Ops that read or write cached rows; their Triton kernels know the fp8 formats only."""
+
+
+_ahead_of_time: str | None = None
+"""What the meta device stands for (`kernels/aot.py`)."""
+
+
+@contextlib.contextmanager
+def ahead_of_time(target: str) -> Iterator[None]:
+    """Inside, tensors on the meta device count as those of a `target` GPU. One at a time in a process."""
+    global _ahead_of_time
+    before, _ahead_of_time = _ahead_of_time, target
+    try:
+        yield
+    finally:
+        _ahead_of_time = before
+
+
+def architecture(device: torch.device) -> str:
+    """`cpu`, `sm_90`, `gfx950`, ...: what tuned launch shapes and fp8 types go by."""
+    if device.type == "meta" and _ahead_of_time is not None:
+        return _ahead_of_time
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def compute_units(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return COMPUTE_UNITS.get(architecture(device), 1)
+
+
+def fp8_dtype(device: torch.device) -> torch.dtype:
+    """The e4m3 type whose products the device's matrix units know. Cached rows and weights are OCP bytes everywhere:
+    a fnuz unit reads the same byte as half the value, which kernels double (`numeric.fp8_gain`)."""
+    return torch.float8_e4m3fnuz if architecture(device) in FNUZ_ARCHITECTURES else torch.float8_e4m3fn
 
 
 def refuses_triton(context: KernelContext) -> str | None:

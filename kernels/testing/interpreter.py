@@ -2,8 +2,9 @@
 
 Triton 3.6 to 3.9 interpret some things differently from what the compiler emits: bf16 operands of `tl.dot` and of
 element-wise arithmetic are taken for integers, fp32 -> bf16 truncates, fp32 -> e4m3 rounds half up without saturating,
-e4m3 NaNs decode as 480. `install` replaces those by torch's casts. It must run before the first module with kernels is
-imported, because `triton.jit` decides then; Triton's own library, already decorated, is decorated again.
+e4m3 NaNs decode as 480, a comparison of two scalars becomes an integer once it is broadcast. `install` replaces those.
+It must run before the first module with kernels is imported, because `triton.jit` decides then; Triton's own library,
+already decorated, is decorated again.
 """
 
 import functools
@@ -81,7 +82,9 @@ def _binary(self: Any, a: Any, b: Any, op: Any) -> Any:
     """Element-wise; bf16 in fp32, rounded once."""
     dtype = a.dtype.scalar
     if dtype != tl.bfloat16 or b.dtype.scalar != tl.bfloat16 or op.__name__ not in ("add", "subtract", "multiply"):
-        return _binary_before(self, a, b, op)
+        result = _binary_before(self, a, b, op)
+        # A comparison keeps its operands' type there, and a splat then makes an integer of the truth value.
+        return interpreter.TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
     exact = op(_values(a), _values(b))
     return interpreter.TensorHandle(_convert(exact, tl.float32, tl.bfloat16, None), dtype)
 
