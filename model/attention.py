@@ -90,7 +90,7 @@ class Attention:
         spec, k, fmt = self._spec, self._k, self._fmt
         latent, rope = k.linear(x, self._w.kv_a).split([spec.kv_lora_rank, spec.qk_rope_head_dim], -1)
         latent = k.norm.rms(latent.contiguous(), self._w.kv_a_norm, spec.rms_norm_eps)
-        rope = k.rope(rope, step.cos, step.sin, interleaved=True)
+        rope = k.rope(rope, step.cos, step.sin, interleaved=spec.rope_interleaved)
         rows = k.latent_rows.quantise(latent, rope, fmt)
         if self._w.indexer is None:
             k.latent_rows.write(cache.latent[self._latent_plane], step.write_rows, exchange.gather_rows(rows))
@@ -126,7 +126,7 @@ class Attention:
         spec = self._spec
         q = self._k.linear(latent_q, self._w.q_b).view(-1, spec.num_attention_heads, spec.qk_head_dim)
         nope, rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
-        rope = self._k.rope(rope, step.cos, step.sin, interleaved=True)
+        rope = self._k.rope(rope, step.cos, step.sin, interleaved=spec.rope_interleaved)
         return torch.cat((self._k.linear.per_head(nope, self._w.w_uk), rope), -1)
 
     def _attend(self, q: Tensor, selection: Tensor, step: StepView, cache: CachePlanes) -> Tensor:

@@ -6,6 +6,8 @@ there, so ours are too under the name `fp32`. cos/sin are fp32 there as well bec
 """
 
 import contextlib
+import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from unittest import mock
 import torch
 import transformers
 import transformers.modeling_layers as hf_layers
+import transformers.models.deepseek_v32.modeling_deepseek_v32 as deepseek
 import transformers.models.glm_moe_dsa.modeling_glm_moe_dsa as glm
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -68,7 +71,12 @@ def neutral() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(ReferenceExperts, "combine_dtype", torch.float32))
-        for cls in (glm.GlmMoeDsaIndexer, glm.GlmMoeDsaTopkRouter):
+        for cls in (
+            glm.GlmMoeDsaIndexer,
+            glm.GlmMoeDsaTopkRouter,
+            deepseek.DeepseekV32Indexer,
+            deepseek.DeepseekV32TopkRouter,
+        ):
             enter(mock.patch.object(cls, "forward", _with_stable_topk(cls.forward)))
         enter(mock.patch.dict(FORMATS, {FP32_ROWS.name: FP32_ROWS}))
         for kernel, name, function in (
@@ -115,14 +123,63 @@ def _with_stable_topk(forward: Any) -> Any:
     return patched
 
 
-def make_reference(directory: Path, changes: dict[str, Any], seed: int = 0) -> Any:
-    """A random transformers model whose weights are exact in bf16, saved to `directory` in the published layout."""
+FAMILIES = {
+    "glm_moe_dsa": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM, glm),
+    "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM, deepseek),
+}
+SHARING_RULES = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
+
+
+def make_reference(directory: Path, changes: dict[str, Any], seed: int = 0, family: str = "glm_moe_dsa") -> Any:
+    """A random transformers model whose weights are exact in bf16, saved to `directory` in the published layout.
+
+    `changes` to `SMALL` are keys of config.json. A sharing rule among them is what the saved config holds instead of
+    `indexer_types`; `rope_interleave` and `indexer_rope_interleave`, which transformers does not read, are obeyed."""
     torch.manual_seed(seed)
-    config = transformers.GlmMoeDsaConfig(**(SMALL | changes))
-    model = transformers.GlmMoeDsaForCausalLM(config).eval()
+    make_config, make_model, module = FAMILIES[family]
+    config = make_config(**(SMALL | changes))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # no shared experts
+        model = make_model(config).eval()
     randomise(model)
     model.save_pretrained(directory)
+    _as_published(directory, changes)
+    _turn_as_told(
+        model, module, changes.get("rope_interleave", True), changes.get("indexer_rope_interleave", module is glm)
+    )
     return same_eps(model, config.rms_norm_eps)
+
+
+def _as_published(directory: Path, changes: dict[str, Any]) -> None:
+    """Without what transformers adds: the resolved list of indexers, and matrices of experts that are not there."""
+    file = directory / "config.json"
+    raw = json.loads(file.read_text())
+    if any(rule in changes for rule in SHARING_RULES):
+        del raw["indexer_types"]
+    file.write_text(json.dumps(raw | changes, indent=1))
+    tensors = load_file(directory / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if t.numel()}, directory / "model.safetensors")
+
+
+def _turn_as_told(model: Any, module: Any, main: bool, indexer: bool) -> None:
+    """RoPE in pairs (True) or halves, for the attention and for its indexer."""
+    for part in model.modules():
+        kind = type(part).__name__
+        if kind.endswith(("Attention", "Indexer")):
+            part.forward = _with_rope(part.forward, module, indexer if kind.endswith("Indexer") else main)
+
+
+def _with_rope(forward: Any, module: Any, interleaved: bool) -> Any:
+    turn = deepseek.apply_rotary_pos_emb_interleave if interleaved else deepseek.apply_rotary_pos_emb
+    names = [name for name in ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb") if hasattr(module, name)]
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, turn))
+            return forward(*args, **kwargs)
+
+    return patched
 
 
 def same_eps(model: Any, eps: float) -> Any:
@@ -139,7 +196,7 @@ def randomise(model: torch.nn.Module) -> None:
         values = torch.randn_like(parameter)
         if parameter.dim() == 1:
             values = 0.1 * values + (1 if name.endswith("norm.weight") else 0)
-        elif "embed_tokens" not in name:
+        elif "embed_tokens" not in name and values.numel():
             values = values * parameter.shape[-1] ** -0.5
         parameter.data.copy_(values.bfloat16())
 
@@ -147,13 +204,16 @@ def randomise(model: torch.nn.Module) -> None:
 def make_mtp(main: Any, directory: Path) -> Any:
     """transformers' generic MTP model on top of `main`, random, its tensors added to the checkpoint in `directory`.
 
-    transformers does not wire MTP for this architecture: its decoder layer returns a tuple, its mask has another name,
-    and every MTP layer owns an indexer.
+    transformers does not wire MTP for these architectures: GLM's decoder layer returns a tuple, the mask has another
+    name, and every MTP layer owns an indexer.
     """
+    decoder_layer = type(main.model.layers[-1])
+    module = FAMILIES[main.config.model_type][2]
 
-    class Block(glm.GlmMoeDsaDecoderLayer):
+    class Block(decoder_layer):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)[0]
+            out = super().forward(*args, **kwargs)
+            return out[0] if isinstance(out, tuple) else out
 
     def masks(self: Any, layer: int, embeds: Tensor, cache: Any, positions: Tensor) -> dict[str, Any]:
         return {
@@ -170,11 +230,13 @@ def make_mtp(main: Any, directory: Path) -> Any:
 
     def mtp_config(self: Any) -> Any:
         made = own_config(self)
-        made.indexer_types = ["full"] * made.num_hidden_layers
+        if hasattr(made, "indexer_types"):
+            made.indexer_types = ["full"] * made.num_hidden_layers
         return made
 
     init = hf_layers.MtpLayer.__init__
     with (
+        warnings.catch_warnings(action="ignore"),  # no shared experts
         mock.patch.object(type(config), "get_mtp_config", mtp_config),
         mock.patch.object(
             hf_layers.MtpLayer, "__init__",
@@ -185,6 +247,10 @@ def make_mtp(main: Any, directory: Path) -> Any:
     model.create_masks_for_mtp_layer = masks.__get__(model)
     randomise(model.layers)
     same_eps(model, config.rms_norm_eps)
+    raw = json.loads((directory / "config.json").read_text())
+    _turn_as_told(
+        model.layers, module, raw.get("rope_interleave", True), raw.get("indexer_rope_interleave", module is glm)
+    )
     _add_mtp_tensors(model.layers[0], config.num_hidden_layers, directory)
     return model
 
@@ -202,11 +268,11 @@ def _add_mtp_tensors(layer: Any, number: int, directory: Path) -> None:
         elif name == "mlp.experts.down_proj":
             for expert, matrix in enumerate(value):
                 tensors[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = matrix.contiguous().clone()
-        else:
+        elif value.numel():
             tensors[prefix + name] = value.clone()
     save_file(tensors, file)
     config = directory / "config.json"
-    config.write_text(config.read_text().replace('"num_nextn_predict_layers": 0', '"num_nextn_predict_layers": 1'))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}, indent=1))
 
 
 def load_ours(directory: Path, row_format: str = FP32_ROWS.name) -> Transformer:

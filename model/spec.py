@@ -60,6 +60,9 @@ class ModelSpec:
     index_n_heads: int
     index_head_dim: int
     index_topk: int
+    rope_interleaved: bool
+    """RoPE of the main attention turns neighbours (2j, 2j + 1); False: halves (j, j + 32). So does the next, of the
+    indexer: GLM's turns neighbours, DeepSeek's halves."""
     indexer_interleaved: bool
     has_mtp: bool
     shares_draft_index: bool
@@ -161,6 +164,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any], tokenizer_size
         index_n_heads=reader.integer("index_n_heads"),
         index_head_dim=reader.integer("index_head_dim"),
         index_topk=reader.integer("index_topk"),
+        rope_interleaved=bool(raw.get("rope_interleave", True)),
         indexer_interleaved=bool(raw.get("indexer_rope_interleave", model_type == "glm_moe_dsa")),
         has_mtp=nextn > 0,
         shares_draft_index=bool(raw.get("index_share_for_mtp_iteration", False)),
@@ -245,6 +249,9 @@ def _rope(reader: _Reader) -> RopeSpec:
         return RopeSpec(theta=theta)
     if kind != "yarn":
         reader.problems.append(f"rope_parameters.rope_type: {kind!r} is not one of default, yarn")
+    for key, only in (("attention_factor", None), ("truncate", True)):
+        if nested.get(key, only) != only:
+            reader.problems.append(f"rope_parameters.{key}: {nested[key]!r} is not supported, only {only!r}")
     return RopeSpec(
         theta=theta,
         yarn_factor=reader.number("factor", 1.0, nested),
@@ -279,7 +286,6 @@ def _problems(spec: ModelSpec, raw: dict[str, Any], nextn: int) -> list[str]:
     for key, only in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         need(raw.get(key, only) == only, f"{key}: {raw.get(key)!r}, only {only!r} is supported")
     need(not raw.get("attention_bias", False), "attention_bias: true is not supported")
-    need(raw.get("rope_interleave", True) is True, "rope_interleave: false is not supported for the main attention")
     need(spec.n_routed_experts % spec.n_group == 0, f"{spec.n_routed_experts} experts in {spec.n_group} groups")
     need(spec.topk_group <= spec.n_group, f"topk_group {spec.topk_group} > n_group {spec.n_group}")
     need(

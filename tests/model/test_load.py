@@ -94,6 +94,10 @@ def test_config_precedence_and_problems() -> None:
     with pytest.raises(CheckpointError) as caught:
         parse_config(raw | {"kv_lora_rank": 256, "hidden_act": "gelu", "hidden_size": "x"}, {}, None, "here")
     assert all(word in str(caught.value) for word in ("kv_lora_rank: 256", "gelu", "hidden_size: expected"))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "truncate": False, "attention_factor": 1.5}
+    with pytest.raises(CheckpointError, match=r"(?s)attention_factor: 1\.5 .*truncate: False"):
+        parse_config(raw | {"rope_parameters": yarn}, {}, None, "here")
+    assert not parse_config(raw | {"rope_interleave": False}, {}, None, "here").rope_interleaved
 
 
 def test_deepseek_v32_config() -> None:

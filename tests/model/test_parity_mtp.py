@@ -1,4 +1,5 @@
-"""The MTP layer against transformers' generic MTP model and against a plain formula written out here."""
+"""The MTP layer, three ways: Headrace's, transformers' generic MTP model (with the shim of model/oracle.py) and the
+formula written out in lib/plain_model.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,23 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import matrix
+from plain_model import Plain
+
 from headrace.model import oracle
 from headrace.model.base import MtpOutput
 from headrace.model.exchange import LocalExchange
 from headrace.model.transformer import Transformer
 
 LENGTH = 70
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+CASES = {
+    "glm": ("glm", "types", "free", "pairs-pairs", "plain", "untied", "1", "first", "16"),
+    "glm-5.1": ("glm", "none", "free", "pairs-pairs", "plain", "untied", "1", "first", "16"),
+    "glm-tied-groups": ("glm", "rule", "groups", "pairs-halves", "yarn", "tied", "2", "replace", "16"),
+    "glm-no-shared": ("glm", "pattern", "raw-weights", "halves-pairs", "plain", "untied", "0", "first", "64"),
+    "deepseek": ("deepseek", "none", "groups", "pairs-halves", "yarn", "untied", "1", "first", "16"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -25,72 +37,66 @@ def _neutral() -> Iterator[None]:
         yield
 
 
-def plain_mtp(main: Any, layer: Any, next_tokens: Tensor, hidden: Tensor, selection: Tensor | None = None) -> Tensor:
-    """u = eh_proj[enorm(e) ; hnorm(h)], one decoder block with position p, causal, then the head norm. [n, D].
-    `selection` int [K]: the last row attends to these positions and to nothing else."""
-    count = next_tokens.shape[0]
-    embedded = main.model.embed_tokens(next_tokens)
-    x = layer.eh_proj(torch.cat((layer.enorm(embedded), layer.hnorm(hidden)), -1)).unsqueeze(0)
-    positions = torch.arange(count).unsqueeze(0)
-    mask = torch.full((count, count), -torch.inf).triu(1).view(1, 1, count, count)
-    block = layer.mtp_block
-    indexer = block.self_attn.indexer.forward
-    if selection is not None:
-        # Reused selections do not hold the row itself; the mask keeps only them.
-        mask[0, 0, -1] = -torch.inf
-        mask[0, 0, -1, selection] = 0
-        block.self_attn.indexer.forward = lambda *a, **k: torch.arange(count).expand(1, count, count).int()
-    try:
-        out = block(
-            x,
-            attention_mask=mask,
-            position_ids=positions,
-            position_embeddings=main.model.rotary_emb(x, position_ids=positions),
-        )
-    finally:
-        block.self_attn.indexer.forward = indexer
-    return layer.post_norm(out[0])
+class Three:
+    """The same random weights in all three, and a prompt with the main model's hidden states."""
 
+    def __init__(self, directory: Path, case: matrix.Case) -> None:
+        changes = matrix.config_of(case)
+        self.main = oracle.make_reference(directory, changes, family=changes.pop("model_type"))
+        self.mtp = oracle.make_mtp(self.main, directory)
+        self.model: Transformer = oracle.load_ours(directory)
+        self.plain = Plain(directory)
+        self.tokens = torch.randint(0, 96, (LENGTH + 1,), generator=torch.Generator().manual_seed(3))
+        self.hidden: Tensor = self.main.model(self.tokens[None, :LENGTH]).last_hidden_state[0]
 
-def prepare(tmp_path: Path) -> tuple[Any, Any, Transformer, Tensor, Tensor]:
-    main = oracle.make_reference(tmp_path, {"indexer_types": ["full", "shared", "full", "shared"]})
-    mtp = oracle.make_mtp(main, tmp_path)
-    tokens = torch.randint(0, 96, (LENGTH + 1,), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        hidden = main.model(tokens[None, :LENGTH]).last_hidden_state[0]
-    return main, mtp, oracle.load_ours(tmp_path), tokens, hidden
-
-
-def ours(model: Transformer, tokens: Tensor, hidden: Tensor) -> tuple[MtpOutput, Any]:
-    pool = oracle.pool_for(model, LENGTH)
-    rows = oracle.rows_of(tokens[1:].tolist(), 0, pool)
-    return model.mtp_extend(rows, hidden, pool, LocalExchange()), pool
+    def extend(self, chunk: int = LENGTH) -> tuple[MtpOutput, Any]:
+        pool = oracle.pool_for(self.model, LENGTH)
+        parts = []
+        for start in range(0, LENGTH, chunk):
+            rows = oracle.rows_of(self.tokens[start + 1 : start + 1 + chunk].tolist(), start, pool)
+            parts.append(self.model.mtp_extend(rows, self.hidden[start : start + chunk], pool, LocalExchange()))
+        return MtpOutput(torch.cat([p.hidden for p in parts]), torch.cat([p.selection for p in parts])), pool
 
 
 @torch.no_grad()
-def test_extend_equals_transformers_mtp_and_the_plain_formula(tmp_path: Path) -> None:
-    main, mtp, model, tokens, hidden = prepare(tmp_path)
-    out, _ = ours(model, tokens, hidden)
-    plain = plain_mtp(main, mtp.layers[0], tokens[1:], hidden)
-    positions = torch.arange(1, LENGTH + 1).unsqueeze(0)
-    generic = mtp.forward_layer(0, hidden[None], positions, None, input_ids=tokens[None, 1:])[0]
-    torch.testing.assert_close(plain, generic, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out.hidden, plain, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(model.logits(out.hidden), main.lm_head(plain), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("case", CASES)
+def test_extend_equals_transformers_and_the_formula(case: str, tmp_path: Path) -> None:
+    three = Three(tmp_path, CASES[case])
+    out, pool = three.extend()
+    positions = torch.arange(LENGTH).unsqueeze(0)
+    generic = three.mtp.forward_layer(0, three.hidden[None], positions, None, input_ids=three.tokens[None, 1:])[0]
+    plain = three.plain.mtp(three.tokens[1:], three.hidden)
+    torch.testing.assert_close(plain.float(), generic, **CLOSE)
+    torch.testing.assert_close(out.hidden, generic, **CLOSE)
+    torch.testing.assert_close(three.model.logits(out.hidden), three.main.lm_head(generic), **CLOSE)
+    kept = three.plain.kept[three.model.spec.mtp_layer]
+    for row, selected in enumerate(out.selection.tolist()):
+        # MTP position p lies in cache row p + 1.
+        assert [s - 1 for s in selected if s >= 0] == torch.nonzero(kept[row]).flatten().tolist()
+    for chunk in (33, 1):
+        again, other = three.extend(chunk)
+        assert torch.equal(again.hidden, out.hidden)
+        assert torch.equal(other.latent, pool.latent)
+        assert torch.equal(other.index, pool.index)
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", ["glm", "deepseek"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_draft_step_chains_the_post_norm_hidden(tmp_path: Path, shared: bool) -> None:
-    main, mtp, model, tokens, hidden = prepare(tmp_path)
+def test_draft_steps_chain_the_post_norm_hidden(case: str, tmp_path: Path, shared: bool) -> None:
+    """Three drafts. With a shared index every one attends to what the last true row selected, and writes nothing."""
+    three = Three(tmp_path, CASES[case])
+    model = three.model
     model.shares_draft_index = shared
-    out, pool = ours(model, tokens, hidden)
-    drafted = 17
+    out, pool = three.extend()
     before = pool.latent.clone()
-    rows = oracle.rows_of([drafted], LENGTH, pool)
-    got = model.mtp_draft(rows, out.hidden[-1:], out.selection[-1:], pool, LocalExchange())
-    chained = torch.cat((hidden, out.hidden[-1:]))
-    selection = out.selection[-1].long() - 1 if shared else None
-    wanted = plain_mtp(main, mtp.layers[0], torch.cat((tokens[1:], torch.tensor([drafted]))), chained, selection)
-    torch.testing.assert_close(got.hidden, wanted[-1:], rtol=1e-4, atol=1e-4)
-    assert torch.equal(pool.latent, before) == shared, "with a shared index a draft writes nothing"
+    tokens, hidden = three.tokens[1:], three.hidden
+    step = MtpOutput(out.hidden[-1:], out.selection[-1:])
+    last_sees = out.selection[-1].long() - 1 if shared else None
+    for number, drafted in enumerate((17, 3, 60)):
+        rows = oracle.rows_of([drafted], LENGTH + number, pool)
+        tokens, hidden = torch.cat((tokens, torch.tensor([drafted]))), torch.cat((hidden, step.hidden))
+        step = model.mtp_draft(rows, step.hidden, step.selection, pool, LocalExchange())
+        wanted = three.plain.mtp(tokens, hidden, last_sees)
+        torch.testing.assert_close(step.hidden, wanted[-1:].float(), **CLOSE)
+    assert torch.equal(pool.latent, before) == shared
