@@ -35,7 +35,7 @@ def make_rank(
     bell: Bell = LocalBell() if control.size == 1 else DatagramBell(control)
     lockstep = Lockstep(control)
     scheduler = Scheduler(options, DeviceIndex(pool.slots, make_policy(policy, pool.slots)))
-    runner = StepRunner(model, pool, exchange, lockstep, scheduler, has_mtp=pool.layout.has_mtp)
+    runner = StepRunner(model, pool, exchange, lockstep, has_mtp=pool.layout.has_mtp)
     mover = StoreMover(pool, client, verify_share)
     return DecodeRank(
         options=options,

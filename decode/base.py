@@ -29,6 +29,9 @@ class DecodeOptions:
     """Drafts a step verifies at most; 0: speculation off."""
     context_tokens: int
     """Longest prompt + answer of the model."""
+    strict: bool = False
+    """True: a sequence is admitted when its whole lifetime fits. False: when what it is expected to need fits; one that
+    needs more than there is has the youngest parked in the host tier."""
 
 
 class Sink(Protocol):
@@ -95,6 +98,8 @@ class Counters:
     finished_total: int = 0
     refused_total: int = 0
     failed_total: int = 0
+    parked_total: int = 0
+    resumed_total: int = 0
     published_blocks_total: int = 0
     publish_skipped_total: int = 0
     restored_tokens_total: dict[str, int] = dataclasses.field(

@@ -122,4 +122,5 @@ def _options(config: Any, spec: ModelSpec) -> DecodeOptions:
         max_queued=config.decode.max_queued,
         draft_tokens=config.decode.draft_tokens if spec.has_mtp else 0,
         context_tokens=context_tokens,
+        strict=config.decode.admission == "strict",
     )

@@ -15,12 +15,17 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from headrace.decode.base import Source
-from headrace.decode.sequence import Sequence
-from headrace.errors import BlockMiss, DaemonUnavailable, HeadraceError, LeaseExpired, StoreError
+from headrace.decode.sequence import ParkedBlocks, Sequence
+from headrace.errors import BlockMiss, CapacityError, DaemonUnavailable, HeadraceError, LeaseExpired, StoreError
 from headrace.ids import BlockName, Incarnation, Tier
 from headrace.kvstore.base import Leased, StoreClient
+from headrace.kvstore.names import is_private
 
 log = logging.getLogger(__name__)
+
+
+Block = tuple[int, BlockName, BlockName | None, int]
+"""(device slot, name, parent, depth) of a block that goes to the host tier."""
 
 
 class Mover(Protocol):
@@ -31,8 +36,14 @@ class Mover(Protocol):
         dropped from the store."""
         ...
 
-    def publish(self, blocks: Seq[tuple[int, BlockName, BlockName | None, int]]) -> tuple[int, int]:
-        """(device slot, name, parent, depth) each -> (published or already there, skipped)."""
+    def publish(self, blocks: Seq[Block]) -> tuple[int, int]:
+        """-> (published or already there, skipped)."""
+        ...
+
+    def park(self, blocks: Seq[Block]) -> list[BlockName]:
+        """Have every block in the host tier and pinned there; the names they are under, which for a block that somebody
+        else is writing just then is a private one. Raises CapacityError when the tier is full of what is in use; then
+        nothing is pinned."""
         ...
 
 
@@ -51,6 +62,8 @@ class JoinJob:
     error: HeadraceError | None = None
     tiers: list[str] = dataclasses.field(default_factory=list)
     leases: list[Leased] = dataclasses.field(default_factory=list)
+    parked: ParkedBlocks | None = None
+    """Pins that end with this job: those of a sequence that returns from the host tier."""
     holder: Incarnation | None = None
     """Under which the client took the leases: they ended, and their slots mean nothing, once it has another one."""
 
@@ -63,13 +76,25 @@ class JoinJob:
 class PublishJob:
     """Write full blocks through to the host tier. The loop holds one reference on each slot meanwhile."""
 
-    blocks: list[tuple[int, BlockName, BlockName | None, int]]
+    blocks: list[Block]
     published: int = 0
     skipped: int = 0
 
     @property
     def slots(self) -> list[int]:
         return [block[0] for block in self.blocks]
+
+
+@dataclasses.dataclass(slots=True)
+class ParkJob:
+    """Take one sequence to the host tier and pin it there. The loop does not step it meanwhile."""
+
+    sequence: Sequence
+    blocks: list[Block]
+    parked: ParkedBlocks | None = None
+    cancelled: bool = False
+    """Set by the loop: its request ends when the job comes back."""
+    error: HeadraceError | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,12 +108,13 @@ class Reconnected:
     """The daemon is back: the loop announces everything anew."""
 
 
-Job = JoinJob | PublishJob | AnnounceJob
+Job = JoinJob | ParkJob | PublishJob | AnnounceJob
 RECONNECT_S = 0.5
 
 
 class StoreWorker:
-    """Runs jobs in order, joins before the rest. `run_next` is the whole logic; `start` puts a thread around it."""
+    """Runs jobs in order: what makes room, then joins, then the rest. `run_next` is the whole logic; `start` puts a
+    thread around it."""
 
     def __init__(
         self, client: StoreClient, mover: Mover, done: Callable[[Job | Reconnected], None], *, max_publish: int = 256
@@ -97,6 +123,7 @@ class StoreWorker:
         self._mover = mover
         self._done = done
         self._max_publish = max_publish
+        self._parks: deque[ParkJob] = deque()
         self._joins: deque[JoinJob] = deque()
         self._others: deque[PublishJob | AnnounceJob] = deque()
         self._changed = threading.Condition()
@@ -113,6 +140,9 @@ class StoreWorker:
     def join(self, job: JoinJob) -> None:
         """Lease its sources, or, when they are leased and slots are given, copy them."""
         self._put(self._joins, job)
+
+    def park(self, job: ParkJob) -> None:
+        self._put(self._parks, job)
 
     def publish(self, job: PublishJob) -> bool:
         """False when too much waits already: the write is skipped and the caller keeps its references."""
@@ -137,14 +167,20 @@ class StoreWorker:
     def run_next(self) -> bool:
         """Run one waiting job; False when there is none."""
         with self._changed:
-            if self._joins:
-                job: Job = self._joins.popleft()
+            if self._parks:
+                job: Job = self._parks.popleft()
+            elif self._joins:
+                job = self._joins.popleft()
             elif self._others:
                 job = self._others.popleft()
             else:
                 return False
         if isinstance(job, JoinJob):
             self._run_join(job)
+            if job.sources:
+                self._done(job)
+        elif isinstance(job, ParkJob):
+            self._run_park(job)
             self._done(job)
         elif isinstance(job, PublishJob):
             self._run_publish(job)
@@ -167,7 +203,7 @@ class StoreWorker:
             if not self.connected:
                 self._reconnect()
             with self._changed:
-                if not (self._joins or self._others or self._closed):
+                if not (self._parks or self._joins or self._others or self._closed):
                     self._changed.wait(None if self.connected else RECONNECT_S)
 
     def _reconnect(self) -> None:
@@ -245,7 +281,7 @@ class StoreWorker:
         job.copied = not job.cancelled
         self._give_back(job)
         if job.copied:
-            private = [source.name for source in job.sources[-1:]]
+            private = [name for name in job.names if is_private(name)]
             self._guard("drop", lambda: self._client.drop(private))
 
     def _give_back(self, job: JoinJob) -> None:
@@ -253,6 +289,30 @@ class StoreWorker:
             job.leased = False
             if job.holder == self._client.incarnation:
                 self._guard("release", lambda: self._client.release(job.names))
+        if job.parked is not None:
+            self._unpin(job.parked)
+            job.parked = None
+
+    def _unpin(self, parked: ParkedBlocks) -> None:
+        """Its private blocks are nobody else's: they go at once."""
+        if parked.holder == self._client.incarnation:
+            self._guard("release", lambda: self._client.release(parked.names))
+            private = [name for name in parked.names if is_private(name)]
+            self._guard("drop", lambda: self._client.drop(private))
+
+    # --- parking ----------------------------------------------------------------------------------------------------
+
+    def _run_park(self, job: ParkJob) -> None:
+        holder = self._client.incarnation
+        try:
+            job.parked = ParkedBlocks(self._mover.park(job.blocks), holder)
+        except Exception as error:
+            if isinstance(error, DaemonUnavailable):
+                self._lost("park", error)
+            elif not isinstance(error, HeadraceError):
+                log.exception("parking %s", job.sequence.request_id)
+            what = f"{job.sequence.request_id} has to make room and cannot be parked in the host tier: {error}"
+            job.error = CapacityError(what)
 
     # --- publishing -------------------------------------------------------------------------------------------------
 

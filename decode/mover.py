@@ -3,9 +3,11 @@
 import random
 from collections.abc import Sequence as Seq
 
-from headrace.errors import DigestMismatch
+from headrace.decode.join import Block
+from headrace.errors import CapacityError, DigestMismatch
 from headrace.ids import BlockName
 from headrace.kvstore.base import Leased, PutOutcome, StoreClient
+from headrace.kvstore.names import private_name
 from headrace.kvstore.pool import DevicePool
 from headrace.kvstore.transfer import digest, load_slab, store_slab
 
@@ -27,19 +29,49 @@ class StoreMover:
             raise DigestMismatch(f"block {source.name.hex()[:16]} in host slot {source.slot} is not what was written")
         load_slab(self._pool, device_slot, view)
 
-    def publish(self, blocks: Seq[tuple[int, BlockName, BlockName | None, int]]) -> tuple[int, int]:
+    def publish(self, blocks: Seq[Block]) -> tuple[int, int]:
+        outcomes = self._write(blocks, keep_lease=False)
+        skipped = outcomes.count(PutOutcome.FULL)
+        return len(blocks) - skipped, skipped
+
+    def park(self, blocks: Seq[Block]) -> list[BlockName]:
+        names = [block[1] for block in blocks]
+        pinned = [lease is not None for lease in self._client.lease(names)]
+        try:
+            for again in range(2):
+                left = [at for at, done in enumerate(pinned) if not done]
+                if again:  # somebody else is writing these; whether that succeeds is not ours to wait for
+                    for at in left:
+                        names[at] = private_name()
+                outcomes = self._write(
+                    [(blocks[at][0], names[at], blocks[at][2], blocks[at][3]) for at in left], keep_lease=True
+                )
+                if PutOutcome.FULL in outcomes:
+                    raise CapacityError(
+                        f"{outcomes.count(PutOutcome.FULL)} of {len(blocks)} blocks found no room there"
+                    )
+                for at, outcome in zip(left, outcomes):
+                    pinned[at] = outcome >= 0
+        except Exception:
+            self._client.release([name for name, done in zip(names, pinned) if done])
+            raise
+        return names
+
+    def _write(self, blocks: Seq[Block], *, keep_lease: bool) -> list[int]:
+        """Put what is not there; the outcomes of `begin_put`. All or nothing is visible when a copy fails."""
+        if not blocks:
+            return []
         outcomes = self._client.begin_put([(name, parent, depth) for _, name, parent, depth in blocks])
-        writes, skipped = [], 0
+        writes = []
         try:
             for (device_slot, name, _parent, _depth), host_slot in zip(blocks, outcomes):
                 if host_slot >= 0:
                     view = self._client.slot_view(host_slot)  # type: ignore[arg-type]
                     store_slab(self._pool, device_slot, view)
                     writes.append((name, host_slot, digest(view[: self._pool.layout.payload_bytes])))
-                skipped += host_slot == PutOutcome.FULL
         except Exception:
             self._client.abort_put([(b[1], slot) for b, slot in zip(blocks, outcomes) if slot >= 0])  # type: ignore[misc]
             raise
         if writes:
-            self._client.commit_put(writes, keep_lease=False)  # type: ignore[arg-type]
-        return len(blocks) - skipped, skipped
+            self._client.commit_put(writes, keep_lease=keep_lease)  # type: ignore[arg-type]
+        return outcomes

@@ -187,7 +187,7 @@ class DecodeRank:
         while self._inbox:
             self._inbox.popleft()()
         self._requests.admit()
-        return self._requests.ready(self._runner)
+        return self._requests.ready()
 
     def _hurry(self, plan: Plan) -> None:
         """Nobody runs anything and this rank has waited long enough for the others to leave: end the group."""
@@ -213,6 +213,7 @@ class DecodeRank:
         self._gauges = {
             "running": self._scheduler.num_held,
             "queued": self._scheduler.num_waiting,
+            "parked": self._scheduler.num_parked,
             "device_free_blocks": index.num_slots - held,
             "device_cached_blocks": index.num_slots - held - index.free_count,
         }

@@ -7,13 +7,24 @@ SequenceFailed), unless its stream is gone.
 import logging
 
 from headrace.decode.base import Counters, DecodeOptions, Sink, Source, StreamId
-from headrace.decode.join import AnnounceJob, Job, JoinJob, PublishJob, Reconnected, StoreWorker, restored_tokens
+from headrace.decode.join import (
+    AnnounceJob,
+    Block,
+    Job,
+    JoinJob,
+    ParkJob,
+    PublishJob,
+    Reconnected,
+    StoreWorker,
+    restored_tokens,
+)
 from headrace.decode.scheduler import Scheduler
-from headrace.decode.sequence import Emission, Phase, Sequence
-from headrace.decode.step import Outcome, StepRunner
+from headrace.decode.sequence import Emission, ParkedBlocks, Phase, Sequence
+from headrace.decode.step import Outcome
 from headrace.errors import CapacityError, EngineError, HeadraceError, InputError, RankLost
 from headrace.ids import RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
+from headrace.kvstore.names import private_name
 from headrace.messages import (
     Aborted,
     Accepted,
@@ -57,10 +68,12 @@ class Requests:
     def admit(self) -> None:
         """Start the joins of whoever fits now; refuse what waits beyond the queue's bound; announce changes."""
         for sequence in self._scheduler.admit():
-            missing = sequence.request.block_names[len(sequence.blocks) :]
-            sources = [Source(name, at) for at, name in enumerate(missing, start=len(sequence.blocks))]
-            sources.append(Source(sequence.request.handover.private_name, sequence.private_position))
-            sequence.work = JoinJob(sequence, sources)
+            names = [*sequence.request.block_names, sequence.request.handover.private_name]
+            if sequence.parked is not None:
+                names = sequence.parked.names
+            sources = [Source(name, at) for at, name in enumerate(names)][len(sequence.blocks) :]
+            sequence.work = JoinJob(sequence, sources, parked=sequence.parked)
+            sequence.parked = None
             self._worker.join(sequence.work)
         for sequence, error in self._scheduler.shed():
             self._refuse(sequence.stream, sequence.request_id, error)
@@ -69,6 +82,8 @@ class Requests:
     def job_done(self, job: Job | Reconnected) -> None:
         if isinstance(job, JoinJob):
             self._join_advanced(job)
+        elif isinstance(job, ParkJob):
+            self._parked(job)
         elif isinstance(job, PublishJob):
             self._index.release(job.slots)  # type: ignore[arg-type]
             self._counters.published_blocks_total += job.published
@@ -86,13 +101,13 @@ class Requests:
             self._worker.join(job)  # once more, to give the leases back
         elif job.error is not None:
             self._scheduler.remove(sequence)
-            self._refuse(sequence.stream, sequence.request_id, job.error)
+            self._not_joined(sequence, job.error)
         elif job.cancelled:
             self._scheduler.remove(sequence)
             self._aborted(sequence)
         elif sequence.phase is Phase.LEASING:
             try:
-                job.slots = self._scheduler.grow(sequence, (sequence.private_position + 1) * BLOCK_TOKENS)
+                job.slots = self._scheduler.grow(sequence, (job.sources[-1].position + 1) * BLOCK_TOKENS)
             except CapacityError as error:
                 job.error, job.cancelled = error, True
             sequence.phase = Phase.COPYING
@@ -101,14 +116,19 @@ class Requests:
             self._start(sequence, job)
 
     def _start(self, sequence: Sequence, job: JoinJob) -> None:
-        """All bytes are here: name the copied blocks, accept, run."""
-        request = sequence.request
-        for source in job.sources[:-1]:
-            parent = request.block_names[source.position - 1] if source.position else None
-            slot = self._index.name_slot(sequence.blocks[source.position], source.name, parent, source.position)  # type: ignore[arg-type]
-            sequence.blocks[source.position] = int(slot)
-        sequence.sampler = SamplerState(request.sampling, request.output_index, sequence.answer_before())
+        """All bytes are here: name the copied blocks, accept, run. A parked one goes on where it was."""
+        known = sequence.block_names()
+        for source in job.sources:
+            name, parent = known[source.position]
+            if name is not None:
+                slot = self._index.name_slot(sequence.blocks[source.position], name, parent, source.position)  # type: ignore[arg-type]
+                sequence.blocks[source.position] = int(slot)
         sequence.phase, sequence.work = Phase.RUNNING, None
+        if sequence.accepted:
+            self._counters.resumed_total += 1
+            return
+        request, sequence.accepted = sequence.request, True
+        sequence.sampler = SamplerState(request.sampling, request.output_index, sequence.answer_before())
         tokens = restored_tokens(sequence, job, job.sources[0].position)
         for tier, count in tokens.items():
             totals = self._counters.restored_tokens_total
@@ -117,13 +137,41 @@ class Requests:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def ready(self, runner: StepRunner) -> list[Sequence]:
-        """The sequences of the next step, their rows addressable."""
-        for outcome in runner.prepare(self._scheduler.running, self._options.draft_tokens):
-            self._fail(outcome.sequence, _as_headrace(outcome.error))
-        running = self._scheduler.running
-        self._counters.prompt_rows_computed_total += sum(max(0, len(s.prompt) - s.committed) for s in running)
-        return running
+    def ready(self) -> list[Sequence]:
+        """The sequences of the next step, their rows addressable; starts the parking of whoever makes room for them."""
+        ready, parking = self._scheduler.make_ready()
+        for sequence in parking:
+            sequence.work = ParkJob(sequence, self._blocks_to_park(sequence))
+            self._worker.park(sequence.work)
+        self._counters.prompt_rows_computed_total += sum(max(0, len(s.prompt) - s.committed) for s in ready)
+        return ready
+
+    def _blocks_to_park(self, sequence: Sequence) -> list[Block]:
+        return [
+            (slot, name or private_name(), parent, at)
+            for at, (slot, (name, parent)) in enumerate(zip(sequence.blocks, sequence.block_names()))
+        ]
+
+    def _parked(self, job: ParkJob) -> None:
+        sequence = job.sequence
+        cancelled, sequence.work = job.cancelled, None
+        if job.parked is None or cancelled or sequence.phase is Phase.GONE:
+            self._unpin(sequence, job.parked)
+            if sequence.phase is Phase.GONE:
+                return
+            self._scheduler.remove(sequence)
+            if cancelled:
+                self._aborted(sequence)
+            else:
+                assert job.error is not None
+                self._failed(sequence, job.error)
+            return
+        self._counters.parked_total += 1
+        self._scheduler.park(sequence, job.parked)
+
+    def _unpin(self, sequence: Sequence, parked: ParkedBlocks | None) -> None:
+        if parked is not None:
+            self._worker.join(JoinJob(sequence, [], parked=parked, cancelled=True))
 
     def settle(self, outcomes: list[Outcome], step: int) -> None:
         """After a step: publish, release what ended, deliver tokens, one message per stream."""
@@ -137,6 +185,7 @@ class Requests:
             self._count(emission)
             if sequence.finish_reason is not None:
                 self._scheduler.remove(sequence)
+                self._scheduler.lengths.add(sequence.output_index)
                 self._counters.finished_total += 1
             messages.setdefault(sequence.stream, []).append(
                 SequenceTokens(
@@ -201,16 +250,21 @@ class Requests:
         for sequence in self._scheduler.all():
             if sequence.work is not None:
                 sequence.work.cancelled = True
-            self._scheduler.remove(sequence)
+            self._remove(sequence)
             self._failed(sequence, reason)
 
     def _drop(self, sequence: Sequence) -> bool:
-        """Release now if nothing is in flight; else cancel the join and release when it comes back (False)."""
-        if sequence.phase in (Phase.LEASING, Phase.COPYING):
+        """Release now if nothing is in flight; else cancel the job and release when it comes back (False)."""
+        if sequence.phase in (Phase.LEASING, Phase.COPYING, Phase.PARKING):
             sequence.work.cancelled = True
             return False
-        self._scheduler.remove(sequence)
+        self._remove(sequence)
         return True
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._unpin(sequence, sequence.parked)
+        sequence.parked = None
 
     def _aborted(self, sequence: Sequence) -> None:
         self._counters.aborted_total += 1
@@ -223,6 +277,12 @@ class Requests:
     def _failed(self, sequence: Sequence, error: HeadraceError) -> None:
         self._counters.failed_total += 1
         self._last(sequence.stream, SequenceFailed(request_id=sequence.request_id, error=_info(error)))
+
+    def _not_joined(self, sequence: Sequence, error: HeadraceError) -> None:
+        if sequence.accepted:
+            self._failed(sequence, error)
+        else:
+            self._refuse(sequence.stream, sequence.request_id, error)
 
     def _refuse(self, stream: StreamId, request_id: RequestId, error: HeadraceError) -> None:
         self._counters.refused_total += 1

@@ -12,19 +12,20 @@ import numpy as np
 
 from headrace.decode.base import LENGTH, StreamId
 from headrace.errors import InputError, PromptTooLong
-from headrace.ids import BlockName, RequestId
+from headrace.ids import BlockName, Incarnation, RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.names import NameChain
 from headrace.messages import DecodeRequest, TokenLogprob
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. It holds blocks from LEASING on."""
+    """Where a sequence is. It holds blocks from LEASING on, until it is WAITING again (parked) or GONE."""
 
     WAITING = "waiting"
     LEASING = "leasing"
     COPYING = "copying"
     RUNNING = "running"
+    PARKING = "parking"
     GONE = "gone"
 
 
@@ -40,19 +41,31 @@ class Emission:
     """The sampler's verdict: "stop", "length" or None."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParkedBlocks:
+    """A sequence in the host tier: one pinned block per block of it, under its public name where it has one."""
+
+    names: list[BlockName]
+    holder: Incarnation
+    """Under which the client took the pins; they ended with it."""
+
+
 class Sequence:
     """State of one request on this rank. The step loop owns it."""
 
     __slots__ = (
-        "abort_asked",
+        "accepted",
         "answer",
         "blocks",
         "chain",
         "committed",
         "drafts",
         "finish_reason",
+        "lifetime_blocks",
         "limit",
         "named_blocks",
+        "order",
+        "parked",
         "phase",
         "private_position",
         "prompt",
@@ -61,6 +74,7 @@ class Sequence:
         "restored_tokens",
         "sampler",
         "stream",
+        "was_parked",
         "work",
     )
 
@@ -87,9 +101,18 @@ class Sequence:
         self.private_position = len(self.prompt) // BLOCK_TOKENS
         self.blocks: list[int] = []
         """Slot of each block so far."""
-        self.reserved_blocks = (len(self.prompt) + self.limit + 1) // BLOCK_TOKENS + 1
+        self.lifetime_blocks = (len(self.prompt) + self.limit + 1) // BLOCK_TOKENS + 1
         """Blocks of rows 0..P + limit + 1: target rows end at P + limit - 1, the last extend writes MTP row P + limit,
         and one row of slack keeps a speculative step inside whatever its acceptance."""
+        self.reserved_blocks = self.lifetime_blocks
+        """Blocks that admission counts for it; the scheduler sets it, and raises it when it grows beyond."""
+        self.order = 0
+        """Place in the order of arrival on this rank: whoever waits for room goes by it, parked ones included."""
+        self.parked: ParkedBlocks | None = None
+        """Where its bytes are while it is parked in the host tier."""
+        self.was_parked = False
+        self.accepted = False
+        """Its joining was answered: from then on it ends with a finish reason, an abort or a failure, not a refusal."""
         self.named_blocks = len(request.block_names)
         """Leading blocks whose names are settled (published or found)."""
         self.chain = _chain(request, self.prompt)
@@ -99,7 +122,6 @@ class Sequence:
         self.work: Any = None
         """The store job that works for it while it joins."""
         self.finish_reason: str | None = None
-        self.abort_asked = False
 
     @property
     def request_id(self) -> RequestId:
@@ -137,9 +159,18 @@ class Sequence:
         self.drafts = self.drafts[: max(0, min(most, self.remaining - 1))]
         return self.drafts
 
-    def blocks_for(self, rows: int) -> int:
-        """Blocks that rows 0..rows-1 need."""
-        return -(-rows // BLOCK_TOKENS)
+    def step_rows(self, draft_tokens: int) -> int:
+        """Rows that one step may touch: the verify writes up to row L + n, the extend one more, the draft steps after
+        that `draft_tokens` more. Never beyond its lifetime: drafts are cut there."""
+        return min(self.committed + len(self.drafts) + 2 + draft_tokens, self.lifetime_blocks * BLOCK_TOKENS)
+
+    def block_names(self) -> list[tuple[BlockName | None, BlockName | None]]:
+        """(name, parent) of each block that holds committed rows or the pending MTP row; (None, None) where the bytes
+        are this sequence's alone."""
+        known = self.chain.names[: self.named_blocks] if self.chain else list(self.request.block_names)
+        used = -(-(self.committed + 1) // BLOCK_TOKENS)
+        parents = [None, *known]
+        return [(known[at], parents[at]) if at < len(known) else (None, None) for at in range(used)]
 
     def commit(self, emission: Emission) -> None:
         """Append the sampled tokens and commit as many rows; settle the finish reason."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from headrace.decode.lockstep import Lockstep, Plan, Tail
 from headrace.decode.rows import Run, build_rows
-from headrace.decode.scheduler import Scheduler
 from headrace.decode.sequence import Emission, Sequence
 from headrace.model.base import CachePlanes, Exchange, LanguageModel, MtpOutput
 from headrace.model.exchange import GroupExchange
@@ -52,7 +51,6 @@ class StepRunner:
         cache: CachePlanes,
         exchange: Exchange,
         lockstep: Lockstep,
-        scheduler: Scheduler,
         *,
         has_mtp: bool = True,
     ) -> None:
@@ -61,19 +59,6 @@ class StepRunner:
         self._cache = cache
         self._exchange = exchange
         self._lockstep = lockstep
-        self._scheduler = scheduler
-
-    def prepare(self, sequences: Seq[Sequence], most_drafts: int) -> list[Outcome]:
-        """Cut drafts and make the step's rows addressable, before its row counts are told to the group. Returns the
-        sequences that cannot take part."""
-        failed = []
-        for sequence in sequences:
-            try:
-                drafts = sequence.cut_drafts(most_drafts)
-                self._scheduler.grow(sequence, sequence.committed + len(drafts) + 2)
-            except Exception as error:
-                failed.append(Outcome(sequence, error=error))
-        return failed
 
     def run(self, sequences: Seq[Sequence], plan: Plan) -> list[Outcome]:
         """One agreed step. `sequences` are those counted in `plan.verify[rank]`."""
@@ -160,8 +145,6 @@ class StepRunner:
         where = torch.tensor(stay, dtype=torch.int64, device=chain.hidden.device)
         chain.members = [chain.members[at] for at in stay]
         chain.wanted = [chain.wanted[at] for at in stay]
-        for sequence in chain.members:
-            self._scheduler.grow(sequence, sequence.committed + step + 1)
         runs = [Run(s.blocks, s.committed - 1 + step, s.drafts[-1:]) for s in chain.members]
         rows = build_rows(runs, self._model.device)
         out = self._model.mtp_draft(rows, chain.hidden[where], chain.selection[where], self._cache, self._exchange)

@@ -7,9 +7,9 @@ import pytest
 
 from headrace.decode.base import DecodeOptions, StreamId
 from headrace.decode.scheduler import Scheduler
-from headrace.decode.sequence import Emission, Phase, Sequence
+from headrace.decode.sequence import Emission, ParkedBlocks, Phase, Sequence
 from headrace.errors import CapacityError, InputError, NeverFits, PromptTooLong
-from headrace.ids import Namespace, RequestId
+from headrace.ids import Incarnation, Namespace, RequestId
 from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.names import chain, private_name
 from headrace.kvstore.policies import make_policy
@@ -37,8 +37,10 @@ def sequence(name: str, length: int, max_tokens: int = 10, context: int = 4096, 
     return Sequence(request(name, length, max_tokens, **changes), StreamId(1), context)
 
 
-def scheduler(slots: int = 16, max_running: int = 4, max_queued: int = 2) -> Scheduler:
-    options = DecodeOptions(max_running=max_running, max_queued=max_queued, draft_tokens=4, context_tokens=4096)
+def scheduler(slots: int = 16, max_running: int = 4, max_queued: int = 2, strict: bool = True) -> Scheduler:
+    options = DecodeOptions(
+        max_running=max_running, max_queued=max_queued, draft_tokens=4, context_tokens=4096, strict=strict
+    )
     return Scheduler(options, DeviceIndex(slots, make_policy("lru", slots)))
 
 
@@ -129,35 +131,54 @@ def test_never_fits_double_ids_and_a_full_queue():
     assert here.num_waiting == 1
 
 
-def test_reserved_blocks_can_always_be_allocated():
-    """Random arrivals, growth, naming, ends: whoever was admitted gets every block, and all come back."""
+@pytest.mark.parametrize("strict", [True, False])
+def test_every_admitted_sequence_ends_and_all_blocks_come_back(strict):
+    """Random arrivals, growth, naming, parking, aborts. Strict: whoever was admitted gets every block. Else: each is
+    parked once at most, and the rank never stands still while it holds a sequence."""
     rng = random.Random(3)
-    here = scheduler(slots=24, max_running=6, max_queued=50)
-    names = 0
-    for step in range(3000):
-        if rng.random() < 0.2:
+    here = scheduler(slots=24, max_running=6, max_queued=50, strict=strict)
+    for _ in range(40):
+        here.lengths.add(20)
+    names, parked, still = 0, [], 0
+    for step in range(4000):
+        if step < 3000 and rng.random() < 0.2:
             here.submit(sequence(str(step), rng.choice((1, 64, 130, 200)), rng.randrange(2, 300)))
         here.admit()
         here.shed()
-        for one in [s for s in here.all() if s.phase is not Phase.WAITING]:
-            if one.phase is Phase.LEASING:
-                here.grow(one, (one.private_position + 1) * 64)
-                for at, name in enumerate(one.request.block_names):
-                    if one.blocks[at] in here.index._owned:
-                        parent = one.request.block_names[at - 1] if at else None
-                        one.blocks[at] = here.index.name_slot(one.blocks[at], name, parent, at)
-                one.phase = Phase.RUNNING
-                continue
-            here.grow(one, one.committed + len(one.cut_drafts(4)) + 2)
-            one.commit(Emission([rng.randrange(90)] * rng.randrange(1, 2 + min(4, one.remaining - 1)), [], 0, 0))
-            for position, name, parent in one.new_full_blocks():
-                one.blocks[position] = here.index.name_slot(one.blocks[position], name, parent, position)
-                names += 1
-            if one.finish_reason or rng.random() < 0.01:
-                here.remove(one)
-        assert here.index.free_count + here.index.cached_count >= here.unallocated_blocks
-    for one in here.all():
-        here.remove(one)
+        joining = [s for s in here.all() if s.phase is Phase.LEASING]
+        for one in joining:
+            join(here, one)
+        ready, victims = here.make_ready()
+        parked += [one.request_id for one in victims]
+        still = 0 if ready or joining or not here.num_held else still + 1
+        assert still < 2, "nobody advances"
+        for one in ready:
+            names += advance(here, one, rng)
+        for one in victims:
+            here.park(one, ParkedBlocks([private_name()] * len(one.block_names()), Incarnation("x")))
+        if strict:
+            assert here.index.free_count + here.index.cached_count >= here.unallocated_blocks
+    assert here.all() == []
     assert here.index.held_count == 0
     assert here.index.check_integrity() == []
     assert names > 50
+    assert len(set(parked)) == len(parked)
+    assert strict == (not parked)
+
+
+def join(here: Scheduler, one: Sequence) -> None:
+    here.grow(one, one.committed + 1)
+    for at, (name, parent) in enumerate(one.block_names()):
+        if name is not None and one.blocks[at] in here.index._owned:
+            one.blocks[at] = here.index.name_slot(one.blocks[at], name, parent, at)
+    one.phase, one.accepted = Phase.RUNNING, True
+
+
+def advance(here: Scheduler, one: Sequence, rng: random.Random) -> int:
+    one.commit(Emission([rng.randrange(90)] * rng.randrange(1, 2 + min(4, one.remaining - 1)), [], 0, 0))
+    named = one.new_full_blocks()
+    for position, name, parent in named:
+        one.blocks[position] = here.index.name_slot(one.blocks[position], name, parent, position)
+    if one.finish_reason or rng.random() < 0.01:
+        here.remove(one)
+    return len(named)

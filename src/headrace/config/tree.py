@@ -65,6 +65,12 @@ class DecodeConfig:
     dp: int = setting(2, "Ranks of a group: requests are data-parallel over them, experts sharded", minimum=1)
     device_blocks: int = setting(1024, "Device tier of a rank", unit="blocks of 64 tokens", minimum=8)
     draft_tokens: int = setting(4, "Draft tokens per step; 0 switches speculation off", minimum=0, maximum=8)
+    admission: str = setting(
+        "predicted",
+        "What a request reserves: the answer it is expected to give (who then finds no room is parked in the host "
+        "tier), or its whole lifetime",
+        choices=("predicted", "strict"),
+    )
     max_running: int = setting(16, "Requests one rank steps together", minimum=1)
     max_queued: int = setting(256, "Handed-over requests waiting on one rank; more are refused with 429", minimum=0)
 

@@ -70,6 +70,8 @@ def main(scenario: dict, rank: int) -> dict:
     if not scenario.get("one_dies"):
         dist.barrier(together)
     engine.stop(30.0)
+    if not scenario.get("one_dies"):  # else its threads can end before the interpreter does, and abort the process
+        dist.destroy_process_group()
     index = engine._scheduler.index
     return {
         "tokens": {r["id"]: sink.tokens(r["id"]) for r in mine},
