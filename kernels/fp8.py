@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.formats import FP8_MAX, SCALE_FLOOR, SCALE_TILE
+from headrace.kernels.launch import fp8_dtype
 
 ACTIVATION_FLOOR = 1e-10
 
@@ -29,7 +30,15 @@ def decode(codes: Tensor, out: Tensor | None = None, dtype: torch.dtype = torch.
 
 def encode(x: Tensor) -> Tensor:
     """fp32 -> uint8 e4m3 codes, nearest even, saturating at 448."""
-    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return readable(x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def readable(codes: Tensor) -> Tensor:
+    """uint8 OCP codes as the matrix units of their device may read them: where these are fnuz, 0x80 is NaN, so the
+    negative zero becomes the other one."""
+    if fp8_dtype(codes.device) == torch.float8_e4m3fn:
+        return codes
+    return torch.where(codes == 0x80, 0, codes)
 
 
 def power_of_two_scale(amax: Tensor) -> Tensor:

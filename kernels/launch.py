@@ -65,8 +65,9 @@ def refuses_triton(context: KernelContext) -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if torch.version.hip is not None:
-        arch = torch.cuda.get_device_properties(context.device).gcnArchName.split(":")[0]
-        return f"{arch} stores fnuz fp8, cached rows are OCP e4m3" if arch in FNUZ_ARCHITECTURES else None
+        arch = architecture(context.device)
+        known = arch in COMPUTE_UNITS or arch in FNUZ_ARCHITECTURES
+        return None if known else f"{arch} is not gfx942 or gfx950: no kernel has been compiled for it"
     major, minor = torch.cuda.get_device_capability(context.device)
     return None if major >= 9 else f"needs compute capability 9.0 or later, the device has {major}.{minor}"
 

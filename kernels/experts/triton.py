@@ -18,9 +18,10 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext, Pair
 from headrace.kernels.experts.reference import ReferenceExperts, ReferenceExpertWeights
 from headrace.kernels.formats import SCALE_TILE
-from headrace.kernels.launch import Tile, ceil_div
+from headrace.kernels.fp8 import readable
+from headrace.kernels.launch import Tile, ceil_div, fp8_dtype
 from headrace.kernels.linear.triton import quantise
-from headrace.kernels.numeric import activation_scale, saturate
+from headrace.kernels.numeric import activation_scale, fp8_gain, to_e4m3
 from headrace.kernels.plan import plan_tiles
 
 SMALL_TILE = Tile(64, 128, warps=4, stages=3)
@@ -66,7 +67,7 @@ def gate_up_kernel(
             a = tl.load(a_ptr, mask=left[None, :], other=0.0)
             g = tl.load(gate_ptr, mask=left[:, None], other=0.0)
             u = tl.load(up_ptr, mask=left[:, None], other=0.0)
-        scale = tl.load(a_scale_ptr + step)[:, None]
+        scale = tl.load(a_scale_ptr + step)[:, None] * (fp8_gain(x_ptr) * fp8_gain(w_ptr))
         gate += tl.dot(a, g) * (scale * tl.load(gate_scale_ptr + step))
         up += tl.dot(a, u) * (scale * tl.load(up_scale_ptr + step))
         a_ptr += 128
@@ -75,10 +76,10 @@ def gate_up_kernel(
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     hidden = tl.where((column < INNER)[None, :], hidden, 0.0)
     scale = activation_scale(tl.max(tl.abs(hidden), 1))
-    codes = saturate(tl.div_rn(hidden, tl.broadcast_to(scale[:, None], hidden.shape)))
+    codes = tl.div_rn(hidden, tl.broadcast_to(scale[:, None], hidden.shape))
     wide = place.to(tl.int64)
     keep = inside[:, None] & (column < INNER)[None, :]
-    tl.store(hidden_ptr + wide[:, None] * INNER + column[None, :], codes.to(hidden_ptr.dtype.element_ty), mask=keep)
+    tl.store(hidden_ptr + wide[:, None] * INNER + column[None, :], to_e4m3(codes, hidden_ptr), mask=keep)
     tl.store(hidden_scale_ptr + wide * hidden_scale_row + block, scale, mask=inside)
 
 
@@ -113,7 +114,8 @@ def down_kernel(
             left = step * 128 + k < INNER
             a = tl.load(a_ptr, mask=left[None, :], other=0.0)
             b = tl.load(b_ptr, mask=left[:, None], other=0.0)
-        out += tl.dot(a, b) * (tl.load(a_scale_ptr + step)[:, None] * tl.load(b_scale_ptr + step))
+        scale = tl.load(a_scale_ptr + step)[:, None] * (fp8_gain(hidden_ptr) * fp8_gain(w_ptr))
+        out += tl.dot(a, b) * (scale * tl.load(b_scale_ptr + step))
         a_ptr += 128
         b_ptr += 128
     pair = tl.load(pairs_ptr + place, mask=inside, other=0).to(tl.int64)
@@ -168,10 +170,11 @@ class TritonExperts:
             return pair[1].to(torch.float32)
 
         gate_up = torch.stack([torch.cat((codes(gate), codes(up))) for gate, up in zip(gates, ups)])
+        down = torch.stack([codes(pair) for pair in downs])
         return TritonExpertWeights(
-            gate_up.view(torch.float8_e4m3fn),
+            readable(gate_up).view(fp8_dtype(gate_up.device)),
             torch.stack([torch.stack((scale(gate), scale(up))) for gate, up in zip(gates, ups)]).contiguous(),
-            torch.stack([codes(down) for down in downs]).view(torch.float8_e4m3fn),
+            readable(down).view(fp8_dtype(down.device)),
             torch.stack([scale(down) for down in downs]).contiguous(),
         )
 
@@ -213,12 +216,12 @@ class TritonExperts:
         tile = LARGE_TILE if large else SMALL_TILE
         plan = plan_tiles(ids.flatten() - first_expert, experts, tile.m)
         tiles, groups = plan.group.shape[0], ceil_div(inner, SCALE_TILE)
-        hidden = torch.empty((pairs, inner), dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)
+        hidden = torch.empty((pairs, inner), dtype=torch.uint8, device=x.device).view(fp8_dtype(x.device))
         hidden_scales = torch.empty((pairs, groups), dtype=torch.float32, device=x.device)
         parts = torch.empty((pairs, width), dtype=torch.bfloat16, device=x.device)
         where = (plan.members, plan.group, plan.start, plan.end)
         gate_up_kernel[(groups, tiles)](
-            x.view(torch.float8_e4m3fn), scales, weight.gate_up, weight.gate_up_scale, *where, hidden, hidden_scales,
+            x.view(fp8_dtype(x.device)), scales, weight.gate_up, weight.gate_up_scale, *where, hidden, hidden_scales,
             experts, ids.shape[1], width, inner, scales.stride(0), groups,
             EVEN_K=width % SCALE_TILE == 0, BM=tile.m, **tile.options,
         )  # fmt: skip

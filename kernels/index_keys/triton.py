@@ -12,8 +12,8 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext
 from headrace.kernels.formats import INDEX_DIM, RowFormat
 from headrace.kernels.index_keys.reference import ReferenceIndexKeys
-from headrace.kernels.launch import ceil_div
-from headrace.kernels.numeric import power_of_two_scale, saturate
+from headrace.kernels.launch import ceil_div, fp8_dtype
+from headrace.kernels.numeric import power_of_two_scale, to_e4m3
 
 ROWS = 8
 ROW_BYTES = INDEX_DIM + 4
@@ -68,10 +68,9 @@ def index_key_kernel(
         keep = row < rows
         to = codes_ptr + row.to(tl.int64) * 132
         scale_to = scales_ptr + row.to(tl.int64) * 33 + 32
-    fp8 = codes_ptr.dtype.element_ty
-    tl.store(to[:, None] + first[None, :], saturate(a).to(fp8), mask=keep[:, None])
-    tl.store(to[:, None] + second[None, :], saturate(b).to(fp8), mask=keep[:, None])
-    tl.store(to[:, None] + rest[None, :], saturate(c).to(fp8), mask=keep[:, None])
+    tl.store(to[:, None] + first[None, :], to_e4m3(a, codes_ptr), mask=keep[:, None])
+    tl.store(to[:, None] + second[None, :], to_e4m3(b, codes_ptr), mask=keep[:, None])
+    tl.store(to[:, None] + rest[None, :], to_e4m3(c, codes_ptr), mask=keep[:, None])
     tl.store(scale_to, scale, mask=keep)
 
 
@@ -131,7 +130,7 @@ class TritonIndexKeys(ReferenceIndexKeys):
         if not rows:
             return
         weight, bias, eps, cos, sin, interleaved = projection or (keys, keys, 0.0, keys, keys, True)
-        codes = out.view(torch.float8_e4m3fn)
+        codes = out.view(fp8_dtype(out.device))
         index_key_kernel[(ceil_div(rows, ROWS),)](
             keys, weight, bias, cos, sin, codes if cache_rows is None else cache_rows, codes, out.view(torch.float32),
             rows, keys.stride(0), eps,

@@ -19,8 +19,8 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import BLOCK_TOKENS, INDEX_DIM, RowFormat
 from headrace.kernels.index_topk.select import GROUP, scratch_bytes, select
-from headrace.kernels.launch import Tile, ceil_div, next_power_of_two
-from headrace.kernels.numeric import power_of_two_scale, saturate
+from headrace.kernels.launch import Tile, ceil_div, fp8_dtype, next_power_of_two
+from headrace.kernels.numeric import fp8_gain, power_of_two_scale, to_e4m3
 from headrace.kernels.plan import TilePlan, plan_tiles
 
 SCRATCH_BYTES = 1 << 30
@@ -41,7 +41,7 @@ def quantise_query_kernel(q_ptr, weights_ptr, codes_ptr, out_ptr, lines, heads, 
     x = tl.load(q_ptr + source, mask=real[:, None], other=0.0)
     scale, inverse = power_of_two_scale(tl.max(tl.abs(x), 1))
     to = codes_ptr + line.to(tl.int64)[:, None] * 128 + dim[None, :]
-    tl.store(to, saturate(x * inverse[:, None]).to(codes_ptr.dtype.element_ty), mask=(line < lines)[:, None])
+    tl.store(to, to_e4m3(x * inverse[:, None], codes_ptr), mask=(line < lines)[:, None])
     weight = tl.load(weights_ptr + row * heads + head, mask=real, other=0.0) * scale
     tl.store(out_ptr + line, weight, mask=line < lines)
 
@@ -74,6 +74,7 @@ def score_kernel(
     where = codes_ptr + (slot * 8448 + (position % 64) * 128)[:, None] + dim[None, :]
     keys = tl.load(where, mask=there[:, None], other=0.0)
     key_scale = tl.load(scales_ptr + slot * 2112 + 2048 + position % 64, mask=there, other=0.0)
+    key_scale = key_scale * (fp8_gain(codes_ptr) * fp8_gain(q_ptr))
     line = tl.arange(0, ROWS * HEADS)
     for first in range(start, end, ROWS):
         index = first + line // HEADS
@@ -159,7 +160,7 @@ class TritonIndexTopk:
         (codes, weights), (scores, maxima), plan = query, out, part.plan
         width = scores.shape[1]
         score_kernel[(ceil_div(width, tile.n), plan.group.shape[0])](
-            codes, weights, plane.view(torch.float8_e4m3fn), plane.view(torch.float32), rows.block_tables.contiguous(),
+            codes, weights, plane.view(codes.dtype), plane.view(torch.float32), rows.block_tables.contiguous(),
             rows.last_row[part.rows], plan.members, plan.group, plan.start, plan.end, scores, maxima,
             *rows.block_tables.shape, rows.first_row, k, width,
             HEADS=codes.shape[1], ROWS=tile.m, CHUNK=CHUNK_ROWS, BN=tile.n, **tile.options,
@@ -171,7 +172,7 @@ def quantise_query(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     power of two, the rest zero."""
     rows, heads, _ = q.shape
     padded = next_power_of_two(heads)
-    codes = torch.empty((rows, padded, INDEX_DIM), dtype=torch.uint8, device=q.device).view(torch.float8_e4m3fn)
+    codes = torch.empty((rows, padded, INDEX_DIM), dtype=torch.uint8, device=q.device).view(fp8_dtype(q.device))
     scaled = torch.empty((rows, padded), dtype=torch.float32, device=q.device)
     if rows:
         lines = rows * padded

@@ -11,8 +11,8 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext
 from headrace.kernels.formats import LATENT_DIM, ROPE_DIM, RowFormat
 from headrace.kernels.latent_rows.reference import ReferenceLatentRows
-from headrace.kernels.launch import ceil_div, next_power_of_two
-from headrace.kernels.numeric import power_of_two_scale, saturate
+from headrace.kernels.launch import ceil_div, fp8_dtype, next_power_of_two
+from headrace.kernels.numeric import power_of_two_scale, to_e4m3
 
 ROWS = 4
 """Rows of one program"""
@@ -47,7 +47,6 @@ def latent_kernel(
         turned = a * cos - b * sin
         b = b * cos + a * sin
         a = turned
-    fp8 = codes_ptr.dtype.element_ty
     if TILED:
         scale, inverse = power_of_two_scale(tl.max(tl.abs(x), 2))
         x = x * inverse[:, :, None]
@@ -58,9 +57,9 @@ def latent_kernel(
         tl.store(half + 1, b.to(tl.bfloat16), mask=keep[:, None])
     else:
         tail = codes_ptr + to[:, None] * ROW_BYTES + 512 + 2 * pair[None, :]
-        tl.store(tail, saturate(a).to(fp8), mask=keep[:, None])
-        tl.store(tail + 1, saturate(b).to(fp8), mask=keep[:, None])
-    tl.store(codes_ptr + to[:, None, None] * ROW_BYTES + place, saturate(x).to(fp8), mask=keep[:, None, None])
+        tl.store(tail, to_e4m3(a, codes_ptr), mask=keep[:, None])
+        tl.store(tail + 1, to_e4m3(b, codes_ptr), mask=keep[:, None])
+    tl.store(codes_ptr + to[:, None, None] * ROW_BYTES + place, to_e4m3(x, codes_ptr), mask=keep[:, None, None])
 
 
 @triton.jit
@@ -128,7 +127,7 @@ class TritonLatentRows(ReferenceLatentRows):
             return
         assert (latent.shape[1], rope.shape[1]) == (LATENT_DIM, ROPE_DIM)
         weight, eps, cos, sin = projection or (latent, 0.0, latent, latent)
-        codes = out.view(torch.float8_e4m3fn)
+        codes = out.view(fp8_dtype(out.device))
         latent_kernel[(ceil_div(rows, ROWS),)](
             latent, rope, weight, cos, sin, codes if cache_rows is None else cache_rows, codes,
             out.view(torch.float32) if fmt.tiled else codes, out.view(torch.bfloat16) if fmt.tiled else codes,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headrace.kernels.base import KernelContext, Pair
 from headrace.kernels.formats import SCALE_TILE
-from headrace.kernels.fp8 import dequantise_weight
-from headrace.kernels.launch import Tile, ceil_div
-from headrace.kernels.numeric import activation_scale, saturate
+from headrace.kernels.fp8 import dequantise_weight, readable
+from headrace.kernels.launch import Tile, ceil_div, fp8_dtype
+from headrace.kernels.numeric import activation_scale, fp8_gain, to_e4m3
 
 QUANTISE_ROWS = 4
 GROUP_M = 8
@@ -39,8 +39,8 @@ def quantise_kernel(
     wide = row.to(tl.int64)[:, None]
     x = tl.load(x_ptr + wide * row_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = activation_scale(tl.max(tl.abs(x), 1))
-    codes = saturate(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
-    tl.store(codes_ptr + wide * width + column[None, :], codes.to(codes_ptr.dtype.element_ty), mask=inside)
+    codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    tl.store(codes_ptr + wide * width + column[None, :], to_e4m3(codes, codes_ptr), mask=inside)
     tl.store(scales_ptr + row.to(tl.int64) * scale_row_stride + tile * scale_tile_stride, scale, mask=row < rows)
 
 
@@ -79,7 +79,7 @@ def fp8_linear_kernel(
             inside = step * 128 + k < K
             a = tl.load(a_ptr, mask=inside[None, :], other=0.0)
             b = tl.load(b_ptr, mask=inside[:, None], other=0.0)
-        scale = tl.load(a_scale_ptr)[:, None] * tl.load(b_scale_ptr + step)
+        scale = tl.load(a_scale_ptr)[:, None] * tl.load(b_scale_ptr + step) * (fp8_gain(x_ptr) * fp8_gain(w_ptr))
         out += tl.dot(a, b) * scale
         a_ptr += 128
         b_ptr += 128
@@ -136,7 +136,8 @@ class TritonWeight:
 
 def stack_fp8(parts: tuple[Pair, ...] | list[Pair]) -> TritonWeight:
     """Matrices stacked by rows. If a border between them lies inside a scale block, every row gets its own scale."""
-    matrix = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(torch.float8_e4m3fn)
+    matrix = torch.cat([part.view(torch.uint8) for part, _ in parts])
+    matrix = readable(matrix).view(fp8_dtype(matrix.device))
     grids = [scale.to(torch.float32) for _, scale in parts if scale is not None]
     assert len(grids) == len(parts)
     if all(part.shape[0] % SCALE_TILE == 0 for part, _ in parts[:-1]):
@@ -151,7 +152,7 @@ def quantise(x: Tensor, transposed: bool = True) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     tiles = ceil_div(width, SCALE_TILE)
-    codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)
+    codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device).view(fp8_dtype(x.device))
     scales = torch.empty((tiles, rows) if transposed else (rows, tiles), dtype=torch.float32, device=x.device)
     row_stride, tile_stride = (1, rows) if transposed else (tiles, 1)
     if rows:

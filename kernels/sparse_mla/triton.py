@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import LATENT_DIM, RowFormat
-from headrace.kernels.launch import Tile, ceil_div, next_power_of_two
+from headrace.kernels.launch import Tile, ceil_div, fp8_dtype, next_power_of_two
+from headrace.kernels.numeric import fp8_gain
 
 MAX_SPLITS = 16
 WANTED_PROGRAMS = 264
@@ -27,7 +28,7 @@ WANTED_PROGRAMS = 264
 def piece(codes_ptr, base, valid, scale, TILED: tl.constexpr):
     """bf16 [rows, 128] of cache rows; rows that are not valid are zero, whatever lies there."""
     codes = tl.load(codes_ptr + base[:, None] + tl.arange(0, 128)[None, :], mask=valid[:, None], other=0.0)
-    values = codes.to(tl.bfloat16)
+    values = codes.to(tl.bfloat16) * fp8_gain(codes_ptr)
     if TILED:
         values = values * scale[:, None]
     return values
@@ -83,7 +84,7 @@ def sparse_mla_kernel(
             kr = tl.load(where, mask=valid[:, None], other=0.0)
         else:
             where = codes_ptr + base[:, None] + 512 + rope[None, :]
-            kr = tl.load(where, mask=valid[:, None], other=0.0).to(tl.bfloat16)
+            kr = tl.load(where, mask=valid[:, None], other=0.0).to(tl.bfloat16) * fp8_gain(codes_ptr)
         k0 = piece(codes_ptr, base, valid, s0, TILED)
         k1 = piece(codes_ptr + 128, base, valid, s1, TILED)
         k2 = piece(codes_ptr + 256, base, valid, s2, TILED)
@@ -182,7 +183,7 @@ class TritonSparseMla:
             parts = torch.empty((count, splits, heads, LATENT_DIM), dtype=torch.float32, device=q.device)
             lse = torch.empty((count, splits, heads), dtype=torch.float32, device=q.device)
         q = q if q.stride(2) == 1 else q.contiguous()
-        codes = plane.view(torch.float8_e4m3fn)
+        codes = plane.view(fp8_dtype(plane.device))
         sparse_mla_kernel[(count, blocks, splits)](
             q, codes, plane.view(torch.float32) if fmt.tiled else codes,
             plane.view(torch.bfloat16) if fmt.tiled else codes, selection.contiguous(), rows.seq,
