@@ -11,9 +11,9 @@ for others that hold all they need. So somebody always advances.
 from collections import deque
 
 from headrace.decode.base import DecodeOptions, StreamId
-from headrace.decode.forecast import AnswerLengths
 from headrace.decode.sequence import ParkedBlocks, Phase, Sequence
 from headrace.errors import CapacityError, NeverFits
+from headrace.forecast import AnswerLengths
 from headrace.ids import RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.device_index import DeviceIndex

@@ -1,7 +1,9 @@
 """Room on the decode ranks: who has reserved how much, and who waits for it. Pure bookkeeping, one event loop.
 
-A sequence reserves blocks for prompt and answer before it is prefilled, so what was accepted can finish. The queue is
-first come, first served and bounded; a request is refused only when the queue is full *and* it does not fit now.
+A sequence reserves blocks for prompt and answer before it is prefilled: the answer that is expected of it, since one
+that grows longer makes room on its rank (decode/README.md), or the longest that it may become (`decode.admission:
+strict`). The queue is first come, first served and bounded; a request is refused only when the queue is full *and* it
+does not fit now.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 
 from headrace.errors import CapacityError, NeverFits
+from headrace.forecast import AnswerLengths
 from headrace.kernels.formats import BLOCK_TOKENS
 
 SPECULATION_ROWS = 16
@@ -17,7 +20,7 @@ SPECULATION_ROWS = 16
 
 
 def blocks_for(prompt_tokens: int, answer_tokens: int) -> int:
-    """Device blocks a sequence needs on its decode rank until its end."""
+    """Device blocks a sequence of so many tokens needs on its decode rank."""
     return -(-(prompt_tokens + answer_tokens + SPECULATION_ROWS) // BLOCK_TOKENS)
 
 
@@ -45,8 +48,10 @@ class Waiter:
 
 
 class Admission:
-    def __init__(self, rooms: dict[str, RankRoom], *, queue_limit: int) -> None:
+    def __init__(self, rooms: dict[str, RankRoom], *, queue_limit: int, strict: bool = True) -> None:
         self.rooms = rooms
+        self.lengths = AnswerLengths()
+        self._strict = strict
         self._queue: collections.deque[Waiter] = collections.deque()
         self._queue_limit = queue_limit
 
@@ -54,8 +59,13 @@ class Admission:
     def queued(self) -> int:
         return len(self._queue)
 
-    def check_ever_fits(self, blocks: int) -> None:
-        """Raises NeverFits."""
+    def demand(self, prompt_tokens: int, answer_tokens: int) -> int:
+        """Blocks to reserve for a sequence that may generate `answer_tokens` more. Raises NeverFits when no rank could
+        hold it to its end."""
+        self._check_ever_fits(blocks_for(prompt_tokens, answer_tokens))
+        return blocks_for(prompt_tokens, answer_tokens if self._strict else self.lengths.expect(0, answer_tokens))
+
+    def _check_ever_fits(self, blocks: int) -> None:
         largest = max((room.blocks for room in self.rooms.values()), default=0)
         if blocks > largest:
             raise NeverFits(

@@ -137,7 +137,8 @@ def _placer(
         name: GroupLoad(blocks=config.prefill.device_blocks, usable=functools.partial(_healthy, client))
         for name, client in prefill.items()
     }
-    admission = Admission(rooms, queue_limit=config.decode.max_queued)
+    strict = config.decode.admission == "strict"
+    admission = Admission(rooms, queue_limit=config.decode.max_queued, strict=strict)
     return Placer(directory, costs, groups, admission, lambda name: decode[name].connected)
 
 

@@ -109,3 +109,7 @@ class Placer(Protocol):
         """Wait (bounded) for room and pick the pair with the lowest predicted time to the second token. Raises
         CapacityError (queue full, or the deadline passed) or NeverFits."""
         ...
+
+    def answered(self, tokens: int) -> None:
+        """An answer ended with so many tokens: what the next ones are expected to need follows from it."""
+        ...

@@ -126,6 +126,7 @@ class Sequence:
         try:
             async with asyncio.timeout_at(self._request.deadline):
                 await self._until_done()
+            self._engine.placer.answered(len(self._sent))
         except TimeoutError:
             waited = asyncio.get_running_loop().time() - self._started_at
             self._events.put_nowait(

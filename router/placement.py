@@ -11,7 +11,7 @@ from collections.abc import Callable
 from headrace.errors import NeverFits
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.base import Directory, Placement
-from headrace.router.admission import Admission, blocks_for
+from headrace.router.admission import Admission
 from headrace.router.base import Demand
 from headrace.router.costs import CostModel, PromptWork
 
@@ -83,8 +83,7 @@ class Placer:
         self._recent: dict[bytes, tuple[str, float]] = {}
 
     async def place(self, demand: Demand) -> Place:
-        blocks = blocks_for(demand.prompt_tokens, demand.answer_tokens)
-        self.admission.check_ever_fits(blocks)
+        blocks = self.admission.demand(demand.prompt_tokens, demand.answer_tokens)
         self._check_prefill_fits(demand)
         taken: list[Place] = []
 
@@ -102,6 +101,9 @@ class Placer:
                 place.release()
             raise
         return taken[0]
+
+    def answered(self, tokens: int) -> None:
+        self.admission.lengths.add(tokens)
 
     def _check_prefill_fits(self, demand: Demand) -> None:
         largest = max((group.blocks for group in self.groups.values()), default=0)

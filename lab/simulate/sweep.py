@@ -70,8 +70,9 @@ def run_sweep(
     return [row for row in rows if row is not None]
 
 
-def progress_bar(stream: TextIO = sys.stderr, width: int = 40) -> Callable[[int, int], None] | None:
-    """A bar on a terminal; None when `stream` is a file or a pipe."""
+def progress_bar(stream: TextIO | None = None, width: int = 40) -> Callable[[int, int], None] | None:
+    """A bar on a terminal; None when `stream` (by default what stderr is now) is a file or a pipe."""
+    stream = stream or sys.stderr
     if not stream.isatty():
         return None
     started = time.monotonic()

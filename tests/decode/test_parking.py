@@ -6,7 +6,7 @@ import time
 import pytest
 
 from headrace.decode.fake import MemoryStore
-from headrace.decode.forecast import AnswerLengths
+from headrace.forecast import AnswerLengths
 from headrace.kvstore.names import is_private
 from headrace.messages import Aborted, Accepted, Refused, SamplingParams, SequenceFailed
 

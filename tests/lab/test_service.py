@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from headrace.lab.simulate.costs import PrefillCosts, fit, load
 from headrace.lab.simulate.driver import service_case, simulate_service
 from headrace.lab.simulate.pool import block_names
 from headrace.lab.simulate.service_settings import ServiceSettings
+from headrace.lab.simulate.sweep import progress_bar
 from headrace.lab.simulate.tiers import TierCache
 from headrace.lab.traces import read_trace
 from headrace.lab.traces.form import Request, Session, Trace, to_runs
@@ -248,3 +251,16 @@ def test_command_simulates_a_service(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "where the time of a request goes" in page.read_text()
     assert cli.main([*arguments, "--fields"]) == 0
     assert "host_gbps=200.0" in capsys.readouterr().out
+
+
+def test_the_progress_bar_goes_to_what_stderr_is_now(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    show = progress_bar()
+    assert show is not None
+    show(1, 2)
+    assert "1/2" in terminal.getvalue()

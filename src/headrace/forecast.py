@@ -1,4 +1,5 @@
-"""How long answers are on this rank: what a reservation is sized by when it is not the whole lifetime. Pure."""
+"""How long answers are: what a reservation is sized by when it is not the whole lifetime. Used by routers for all ranks
+and by each rank for its own. Pure."""
 
 import bisect
 from collections import deque
