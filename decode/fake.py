@@ -156,7 +156,7 @@ class MemoryStore:
         self._check()
         self.leases.subtract(names)
 
-    def begin_put(self, blocks: Seq[tuple[BlockName, BlockName | None, int]]) -> list[int]:
+    def begin_put(self, blocks: Seq[tuple[BlockName, BlockName | None, int]], tenant: bytes = b"") -> list[int]:
         self._check()
         slots: list[int] = []
         for name, _parent, _depth in blocks:

@@ -21,6 +21,8 @@ class BlockMeta:
     depth: int
     """Position in its chain, 0 for the first block: recompute cost grows with it."""
     size_bytes: int
+    tenant: bytes = b""
+    """Whose it is (`names.tenant_id`); empty: nobody's."""
 
 
 class EvictionPolicy(Protocol):
@@ -130,9 +132,10 @@ class StoreClient(Protocol):
 
     def release(self, names: Sequence[BlockName]) -> None: ...
 
-    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]]) -> list[int]:
+    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]], tenant: bytes = b"") -> list[int]:
         """(name, parent, depth) each -> slot to write (a WriteSlot), or PutOutcome. The slot is in state `writing`,
-        owned by this client; nobody sees it. Private blocks have parent None and are never in the directory."""
+        owned by this client; nobody sees it. Private blocks have parent None and are never in the directory. `tenant`:
+        who they are counted for (`names.tenant_id`); empty: for whom their parent is."""
         ...
 
     def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:
@@ -175,6 +178,24 @@ class StoreClient(Protocol):
 
     def close(self) -> None:
         """Release every lease and abort every write of this client."""
+        ...
+
+
+class StoreAdmin(Protocol):
+    """What tools and operators ask of a node daemon beside `StoreClient`. Errors as there."""
+
+    def pin(self, names: Sequence[BlockName], seconds: float) -> int:
+        """Keep the leading readable run of `names` for `seconds`, whatever becomes of this client; how many blocks
+        are kept. Raises IncompatiblePeer for a time out of bounds."""
+        ...
+
+    def unpin(self, names: Sequence[BlockName]) -> int:
+        """End pins early; how many there were."""
+        ...
+
+    def set_quota(self, tenant: bytes, blocks: int | None) -> int:
+        """How many blocks of the host tier a tenant may fill; None: the configured default. What it has beyond that is
+        evicted as far as nothing holds it. Returns how many blocks it has now."""
         ...
 
 

@@ -13,6 +13,7 @@ from headrace.kvstore.daemon.peers import PeerProcess
 from headrace.kvstore.host_tier import HostTier
 from headrace.kvstore.operations import StoreOperations
 from headrace.kvstore.policies import make_policy
+from headrace.kvstore.quotas import quotas_of
 from headrace.messages import ErrorInfo, Hello, decode, encode
 
 FINGERPRINT = bytes(32)
@@ -35,10 +36,12 @@ class FakeNode:
         self.clock = clock
         self.slot_bytes = slot_bytes
         self.memory = memoryview(bytearray(slots * slot_bytes))
+        whole = make_policy(policy, slots)
         self.tier = HostTier(
             slots=slots,
             slot_bytes=slot_bytes,
-            policy=make_policy(policy, slots),
+            policy=whole,
+            quotas=quotas_of(whole, policy, slots, 1.0),
             lease_s=lease_s,
             grace_s=grace_s,
             clock=clock,

@@ -20,50 +20,11 @@ from headrace.ids import BlockName, Incarnation, SlotIndex
 from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome, WriteSlot, ticket_of
 from headrace.kvstore.changes import ChangeSet
 from headrace.kvstore.checksum import DIGEST_BYTES
-from headrace.kvstore.leases import Leases
+from headrace.kvstore.host_state import HostCounters, Owner, Quarantine, Writing
+from headrace.kvstore.quotas import Quotas
 from headrace.kvstore.residents import Resident, Residents
 
 Write = tuple[BlockName, SlotIndex, bytes]
-
-
-@dataclasses.dataclass(slots=True)
-class _Writing:
-    meta: BlockMeta
-    owner: Incarnation
-    ticket: int
-
-
-@dataclasses.dataclass(slots=True)
-class _Owner:
-    deadline_s: float
-    leases: Leases = dataclasses.field(default_factory=Leases)
-    writes: set[SlotIndex] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass(slots=True)
-class _Quarantine:
-    slots: list[SlotIndex]
-    until_s: float
-    may_write: Callable[[], bool]
-
-
-@dataclasses.dataclass(slots=True)
-class HostCounters:
-    """Events since the start, in blocks unless said otherwise."""
-
-    hits: int = 0
-    misses: int = 0
-    puts: int = 0
-    put_exists: int = 0
-    put_full: int = 0
-    aborted: int = 0
-    dropped: int = 0
-    evictions: int = 0
-    expirations: int = 0
-    quarantined: int = 0
-    stale_releases: int = 0
-    owners_expired: int = 0
-    """Clients."""
 
 
 class HostTier:
@@ -79,7 +40,9 @@ class HostTier:
         lease_s: float,
         grace_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        quotas: Quotas | None = None,
     ) -> None:
+        """`quotas`: limits of tenants around `policy`; None: nobody is limited and nobody can be."""
         self.slots = slots
         self.counters = HostCounters()
         self.changes = ChangeSet()
@@ -87,21 +50,22 @@ class HostTier:
         self._policy = policy
         self._lease_s = lease_s
         self._grace_s = grace_s
-        self._clock = clock
+        self.clock = self._clock = clock
         self._free = deque(SlotIndex(slot) for slot in range(slots))
-        self._residents = Residents(policy)
-        self._writing: dict[SlotIndex, _Writing] = {}
+        self._quotas = quotas or Quotas(policy)
+        self._residents = Residents(self._quotas)
+        self._writing: dict[SlotIndex, Writing] = {}
         self._writing_names: set[BlockName] = set()
         self._doomed: dict[SlotIndex, Resident] = {}
-        self._quarantine: list[_Quarantine] = []
-        self._owners: dict[Incarnation, _Owner] = {}
+        self._quarantine: list[Quarantine] = []
+        self._owners: dict[Incarnation, Owner] = {}
         self._tickets = itertools.cycle(range(1, 1 << 31))
 
     # --- owners -----------------------------------------------------------------------------------------------------
 
     def attach(self, owner: Incarnation) -> None:
         """A client is there; its lease time starts."""
-        self._owners[owner] = _Owner(self._clock() + self._lease_s)
+        self._owners[owner] = Owner(self._clock() + self._lease_s)
 
     def renew(self, owner: Incarnation) -> None:
         """Heartbeat. Raises LeaseExpired for an owner that is not attached (any more)."""
@@ -121,7 +85,7 @@ class HostTier:
         if may_write is None:
             self._free.extend(slots)
         elif slots:
-            self._quarantine.append(_Quarantine(slots, now + self._grace_s, may_write))
+            self._quarantine.append(Quarantine(slots, now + self._grace_s, may_write))
             self.counters.quarantined += len(slots)
 
     def tick(self) -> list[Incarnation]:
@@ -135,6 +99,8 @@ class HostTier:
             while (name := self._policy.expired(now)) is not None:
                 self._remove(name, now)
                 self.counters.expirations += 1
+        for tenant in self._quotas.limited():
+            self._shrink(tenant, now)
         expired = [owner for owner, state in self._owners.items() if state.deadline_s <= now]
         self.counters.owners_expired += len(expired)
         return expired
@@ -169,12 +135,14 @@ class HostTier:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def begin_put(
-        self, owner: Incarnation, blocks: Sequence[tuple[BlockName, BlockName | None, int]]
+        self, owner: Incarnation, blocks: Sequence[tuple[BlockName, BlockName | None, int]], tenant: bytes = b""
     ) -> list[WriteSlot | int]:
         """(name, parent, depth) each -> slot in state `writing`, or PutOutcome. A block whose parent found the tier
-        full in the same call is not written either: without its parent nobody would find it."""
+        full in the same call is not written either: without its parent nobody would find it. Without `tenant` a block
+        is counted for whom its parent is."""
         state, now = self._owner(owner), self._clock()
         refused: set[BlockName] = set()
+        given: dict[BlockName, bytes] = {}
         outcomes: list[WriteSlot | int] = []
         for name, parent, depth in blocks:
             if name in self._writing_names or self._residents.get(name) is not None:
@@ -183,7 +151,8 @@ class HostTier:
                 continue
             # Before the search for room, or the block's own parent could be chosen to make room for it.
             self._residents.adopt(parent, now)
-            slot = None if parent in refused else self._take_slot(now)
+            whose = tenant or given.get(parent or name) or self._tenant_of(parent)
+            slot = None if parent in refused else self._take_slot(whose, now)
             if slot is None:
                 self._residents.disown(parent, now)
                 refused.add(name)
@@ -191,8 +160,10 @@ class HostTier:
                 outcomes.append(PutOutcome.FULL)
                 continue
             ticket = next(self._tickets)
-            self._writing[slot] = _Writing(BlockMeta(name, parent, depth, self._slot_bytes), owner, ticket)
+            self._writing[slot] = Writing(BlockMeta(name, parent, depth, self._slot_bytes, whose), owner, ticket)
             self._writing_names.add(name)
+            self._quotas.count(whose, 1)
+            given[name] = whose
             state.writes.add(slot)
             outcomes.append(WriteSlot(slot, ticket))
         return outcomes
@@ -208,6 +179,7 @@ class HostTier:
             slot, meta = SlotIndex(int(slot)), self._writing[slot].meta
             resident = Resident(meta, slot, int(keep_lease), digest)
             self._residents.insert(resident, now)
+            self._quotas.count(meta.tenant, 1)
             self._forget_write(slot, now)
             state.writes.discard(slot)
             if keep_lease:
@@ -234,6 +206,24 @@ class HostTier:
             if self._residents.get(name) is not None:
                 self._remove(name, now)
                 self.counters.dropped += 1
+
+    def pin(self, owner: Incarnation, name: BlockName) -> Resident | None:
+        """As `lease` of one block, but no use of it: for copies to a lower tier."""
+        resident = self._residents.get(name)
+        if resident is not None:
+            leases = self._owner(owner).leases
+            self._residents.hold(resident, self._clock())
+            leases.add([resident])
+        return resident
+
+    def set_quota(self, tenant: bytes, blocks: int | None) -> int:
+        """Limit a tenant, None: to the default; evicts what it has beyond that and nothing holds. Returns how many
+        blocks it has now. Raises ValueError for what is no tenant."""
+        now = self._clock()
+        present = [(r.meta, self._residents.may_go(r.meta.name)) for r in self._residents if r.meta.tenant == tenant]
+        self._quotas.set_limit(tenant, blocks, present, now)
+        self._shrink(tenant, now)
+        return self._quotas.used(tenant)
 
     def flush(self) -> int:
         """Forget every block that nothing holds; returns how many."""
@@ -266,7 +256,7 @@ class HostTier:
             "clients": len(self._owners),
         }
         counters = {f"{name}_total": value for name, value in dataclasses.asdict(self.counters).items()}
-        return {**gauges, **counters}
+        return {**gauges, **counters, **self._quotas.stats()}
 
     def check_integrity(self) -> list[str]:
         """All violations found, as sentences; empty when sound."""
@@ -280,6 +270,9 @@ class HostTier:
                 f"free {len(self._free)} + writing {len(self._writing)} + ready {len(ready)} + doomed "
                 f"{len(self._doomed)} + quarantined {len(quarantined)} are not each of the {self.slots} slots once"
             )
+        wrong += self._quotas.violations(
+            [r.meta.tenant for r in self._residents] + [w.meta.tenant for w in self._writing.values()]
+        )
         if self._writing_names != {w.meta.name for w in self._writing.values()}:
             wrong.append("the names being written differ from the slots being written")
         leases: dict[int, int] = {}
@@ -295,7 +288,7 @@ class HostTier:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _owner(self, owner: Incarnation) -> _Owner:
+    def _owner(self, owner: Incarnation) -> Owner:
         state = self._owners.get(owner)
         if state is None:
             raise LeaseExpired(f"client {owner} is not attached: its leases and unfinished writes are gone")
@@ -319,17 +312,46 @@ class HostTier:
             ticket_of(slot),
         )
 
-    def _take_slot(self, now_s: float) -> SlotIndex | None:
-        if not self._free:
+    def _take_slot(self, tenant: bytes, now_s: float) -> SlotIndex | None:
+        if self._quotas.is_full(tenant):
+            if not self._make_room_of(tenant, now_s):
+                self._quotas.refused += 1
+                return None
+        elif not self._free:
             victim = self._residents.victim(now_s)
             if victim is None:
                 return None
             self._remove(victim.meta.name, now_s)
             self.counters.evictions += 1
+        # A tenant below its limit got room from anybody; one at its limit has just made some itself.
         return self._free.popleft()
+
+    def _make_room_of(self, tenant: bytes, now_s: float) -> bool:
+        """Evict a tenant's own blocks until it may have one more; False if it holds too much."""
+        self._shrink(tenant, now_s)
+        if self._quotas.is_over(tenant):
+            return False
+        return not self._quotas.is_full(tenant) or self._evict_one_of(tenant, now_s)
+
+    def _shrink(self, tenant: bytes, now_s: float) -> None:
+        while self._quotas.is_over(tenant) and self._evict_one_of(tenant, now_s):
+            pass
+
+    def _evict_one_of(self, tenant: bytes, now_s: float) -> bool:
+        name = self._quotas.victim_of(tenant, now_s)
+        if name is None:
+            return False
+        self._remove(name, now_s)
+        self.counters.quota_evictions += 1
+        return True
+
+    def _tenant_of(self, parent: BlockName | None) -> bytes:
+        resident = None if parent is None else self._residents.get(parent)
+        return b"" if resident is None else resident.meta.tenant
 
     def _remove(self, name: BlockName, now_s: float) -> None:
         resident = self._residents.remove(name, now_s)
+        self._quotas.count(resident.meta.tenant, -1)
         self.changes.remove(name)
         if resident.refs:
             self._doomed[resident.slot] = resident
@@ -360,4 +382,5 @@ class HostTier:
     def _forget_write(self, slot: SlotIndex, now_s: float) -> None:
         meta = self._writing.pop(slot).meta
         self._writing_names.discard(meta.name)
+        self._quotas.count(meta.tenant, -1)
         self._residents.disown(meta.parent, now_s)

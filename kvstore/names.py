@@ -124,6 +124,11 @@ def namespace(model_fingerprint: bytes, tenant_salt: bytes | str, lora: str = ""
     return Namespace(hashlib.sha256(frame([b"headrace namespace 1", model_fingerprint, salt, lora.encode()])).digest())
 
 
+def tenant_id(root: Namespace) -> bytes:
+    """8 bytes that stand for a tenant (with its LoRA) in the store's accounts. No name can be made from them."""
+    return hashlib.sha256(frame([b"headrace tenant id 1", root])).digest()[:8]
+
+
 def fingerprint(weights_version: bytes | str, layout: SlabLayout) -> bytes:
     """32 bytes of the handshake: equal only if both sides name blocks alike, serve the same weights and lay slabs out
     alike."""

@@ -38,11 +38,12 @@ class StoreOperations(ABC):
     def release(self, names: Sequence[BlockName]) -> None:
         self._call(wire.Release(names=wire.pack_names(names)))
 
-    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]]) -> list[int]:
+    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]], tenant: bytes = b"") -> list[int]:
         request = wire.BeginPut(
             names=wire.pack_names(name for name, _, _ in blocks),
             parents=wire.pack_names(wire.NO_NAME if parent is None else parent for _, parent, _ in blocks),
             depths=wire.pack_ints([depth for _, _, depth in blocks]),
+            tenant=tenant,
         )
         reply: wire.Slots = self._call(request)
         return wire.unpack_writes(reply.slots, reply.tickets)
@@ -69,6 +70,18 @@ class StoreOperations(ABC):
 
     def drop(self, names: Sequence[BlockName]) -> None:
         self._call(wire.Drop(names=wire.pack_names(names)))
+
+    def pin(self, names: Sequence[BlockName], seconds: float) -> int:
+        count: int = self._call(wire.Pin(names=wire.pack_names(names), seconds=seconds)).value
+        return count
+
+    def unpin(self, names: Sequence[BlockName]) -> int:
+        count: int = self._call(wire.Unpin(names=wire.pack_names(names))).value
+        return count
+
+    def set_quota(self, tenant: bytes, blocks: int | None) -> int:
+        count: int = self._call(wire.SetQuota(tenant=tenant, blocks=-1 if blocks is None else blocks)).value
+        return count
 
     def announce(self, added: Sequence[BlockName], removed: Sequence[BlockName]) -> None:
         # Remembered even if the call fails: `_announce_all` then tells the daemon that comes back.

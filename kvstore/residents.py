@@ -49,6 +49,10 @@ class Residents:
     def evictable(self) -> int:
         return len(self._offered)
 
+    def may_go(self, name: BlockName) -> bool:
+        """It is here, nothing holds it and no block here names it as parent."""
+        return name in self._offered
+
     def leading(self, names: Sequence[BlockName]) -> list[Resident]:
         """The residents of the leading run of `names`."""
         found = self.find(names)

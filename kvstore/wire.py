@@ -96,6 +96,7 @@ class BeginPut:
     names: bytes
     parents: bytes
     depths: bytes
+    tenant: bytes = b""
 
 
 @message
@@ -125,6 +126,30 @@ class AbortPut:
 @message
 class Drop:
     names: bytes
+
+
+@message
+class Pin:
+    """Answered with the Count of blocks that are kept."""
+
+    names: bytes
+    seconds: float
+
+
+@message
+class Unpin:
+    """Answered with the Count of pins that ended."""
+
+    names: bytes
+
+
+@message
+class SetQuota:
+    """Answered with the Count of blocks the tenant has."""
+
+    tenant: bytes
+    blocks: int
+    """-1: the configured default."""
 
 
 @message

@@ -69,7 +69,7 @@ class MemoryStore:
             if not self.leases[name]:
                 del self.leases[name]
 
-    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]]) -> list[int]:
+    def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]], tenant: bytes = b"") -> list[int]:
         self._call()
         return [self._begin(name) for name, _, _ in blocks]
 

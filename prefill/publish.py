@@ -63,7 +63,7 @@ class Publisher:
         blocks = [(prompt.name_of(i), prompt.parent_of(i), i) for i in wanted]
         stores, exists = [], []
         nothing: list[int] = []
-        for i, slot in zip(wanted, self._try(nothing, lambda: self._client.begin_put(blocks))):
+        for i, slot in zip(wanted, self._try(nothing, lambda: self._client.begin_put(blocks, prompt.request.tenant))):
             if slot == PutOutcome.EXISTS:
                 exists.append(i)
             elif slot == PutOutcome.FULL:

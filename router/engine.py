@@ -27,7 +27,7 @@ from headrace.errors import (
     StoreError,
 )
 from headrace.ids import RequestId
-from headrace.kvstore.names import NameChain
+from headrace.kvstore.names import NameChain, tenant_id
 from headrace.messages import DecodeRequest, PrefillDone, PrefillRequest, TokenLogprob
 from headrace.router.base import Demand, Event, NewTokens, Placer, PromptReady, SequenceRequest, Ticket
 from headrace.router.decode_client import DecodeClient, DecodeRun
@@ -193,6 +193,7 @@ class Sequence:
                     output_index=resumed,
                     want_handover=not last_one,
                     publish=request.publish,
+                    tenant=tenant_id(request.namespace),
                 )
             )
             done = await pin.done()

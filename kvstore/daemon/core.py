@@ -14,6 +14,7 @@ from headrace.kvstore.checksum import DIGEST_BYTES
 from headrace.kvstore.daemon.events import HOST_PLACE, EventLog
 from headrace.kvstore.daemon.peers import PeerProcess
 from headrace.kvstore.host_tier import HostTier
+from headrace.kvstore.pins import Pins
 from headrace.messages import BoxStatus, ErrorInfo, FlushDone, FlushRequest, Hello, StatusRequest
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class StoreCore:
     def __init__(self, facts: NodeFacts, tier: HostTier, on_change: Callable[[], None] = lambda: None) -> None:
         self.facts = facts
         self.tier = tier
+        self.pins = Pins(tier, tier.clock)
         self.events = EventLog(facts.incarnation)
         self.on_change = on_change
         self.constants: dict[str, float] = {"host_bytes": float(facts.slots * facts.slot_bytes)}
@@ -70,6 +72,9 @@ class StoreCore:
             wire.CommitPut: self._commit_put,
             wire.AbortPut: self._abort_put,
             wire.Drop: self._drop,
+            wire.Pin: self._pin,
+            wire.Unpin: self._unpin,
+            wire.SetQuota: self._set_quota,
             wire.Announce: self._announce,
             wire.EventsRequest: self._events_since,
             StatusRequest: self._status,
@@ -109,6 +114,7 @@ class StoreCore:
 
     def tick(self) -> list[Session]:
         """Regular upkeep; returns sessions whose lease ended: the server closes their connections."""
+        self.pins.tick()
         expired = set(self.tier.tick())
         self._publish()
         return [s for s in self._sessions if s.stores and s.owner in expired]
@@ -132,6 +138,7 @@ class StoreCore:
     def values(self) -> dict[str, float]:
         """Gauges and counters by name; device tiers as far as ranks announced them."""
         values = {f"host_{name}": float(value) for name, value in self.tier.stats().items()}
+        values |= {f"host_{name}": value for name, value in self.pins.stats().items()}
         values.update(self.constants)
         for place in self.events.places():
             if place != HOST_PLACE:
@@ -194,7 +201,7 @@ class StoreCore:
             (name, None if parent == wire.NO_NAME else parent, depth)
             for name, parent, depth in zip(names, parents, depths)
         ]
-        slots = self.tier.begin_put(session.owner, blocks)
+        slots = self.tier.begin_put(session.owner, blocks, request.tenant)
         return wire.Slots(slots=wire.pack_ints(slots), tickets=wire.pack_tickets(slots))
 
     def _commit_put(self, session: Session, request: wire.CommitPut) -> wire.Done:
@@ -212,8 +219,20 @@ class StoreCore:
         return wire.Done()
 
     def _drop(self, session: Session, request: wire.Drop) -> wire.Done:
-        self.tier.drop(wire.unpack_names(request.names))
+        names = wire.unpack_names(request.names)
+        self.pins.unpin(names)
+        self.tier.drop(names)
         return wire.Done()
+
+    def _pin(self, session: Session, request: wire.Pin) -> wire.Count:
+        return wire.Count(value=self.pins.pin(wire.unpack_names(request.names), request.seconds))
+
+    def _unpin(self, session: Session, request: wire.Unpin) -> wire.Count:
+        return wire.Count(value=self.pins.unpin(wire.unpack_names(request.names)))
+
+    def _set_quota(self, session: Session, request: wire.SetQuota) -> wire.Count:
+        blocks = None if request.blocks < 0 else request.blocks
+        return wire.Count(value=self.tier.set_quota(request.tenant, blocks))
 
     def _announce(self, session: Session, request: wire.Announce) -> wire.Done:
         session.place = session.name

@@ -16,6 +16,7 @@ from headrace.kvstore.directory.tasks import end
 from headrace.kvstore.host_tier import HostTier
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.policies import make_policy
+from headrace.kvstore.quotas import quotas_of
 
 if TYPE_CHECKING:
     from headrace.kvstore.daemon.publisher import RedisPublisher
@@ -66,11 +67,13 @@ class Node:
         self._thread.start()
         try:
             slots = self._arena.slots
+            policy = make_policy(store.host_policy, slots)
             tier = HostTier(
                 slots=slots,
                 slot_bytes=layout.slot_bytes,
-                policy=make_policy(store.host_policy, slots),
+                policy=policy,
                 lease_s=store.lease_s,
+                quotas=quotas_of(policy, store.host_policy, slots, store.tenant_share),
             )
             self._core = StoreCore(self._facts(self._arena), tier)
             self._core.constants["host_huge_bytes"] = float(self._arena.huge_bytes())

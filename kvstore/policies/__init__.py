@@ -36,5 +36,8 @@ def make_policy(name: str, capacity_blocks: int) -> EvictionPolicy:
         found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == kind]
         if not found:
             raise ConfigError(f"eviction policy {kind!r} is not known; known: {', '.join(policy_names())}")
-        factory = found[0].load()
+        try:
+            factory = found[0].load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"eviction policy {kind!r} cannot be loaded: {error}") from error
     return cast(EvictionPolicy, factory(capacity_blocks, argument))

@@ -189,6 +189,8 @@ class PrefillRequest:
     want_handover: bool = True
     """False: only compute, publish and sample one token (used by `max_tokens == 1` and by warm-up)."""
     publish: bool = True
+    tenant: bytes = b""
+    """Whom the store counts the blocks for (`kvstore.names.tenant_id`); empty: nobody."""
 
 
 @message

@@ -87,6 +87,13 @@ class StoreConfig:
         "auto", "NUMA nodes the host tier's pages are dealt over, as `0-1`; `auto`: all that have memory"
     )
     host_policy: str = setting("lru", "Eviction policy of the host tier (names: `headrace config --choices`)")
+    tenant_share: float = setting(
+        1.0,
+        "Most of the host tier that one tenant may fill, 1: all of it; `headrace store quota` sets it for one tenant",
+        unit="0..1",
+        minimum=0.0,
+        maximum=1.0,
+    )
     device_policy: str = setting("lru", "Eviction policy of the ranks' device tiers")
     write_policy: str = setting("through", "When a device block goes to the host tier", choices=("through",))
     lease_s: float = setting(10.0, "Lifetime of a lease without heartbeat", unit="seconds", minimum=0.1)
