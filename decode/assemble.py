@@ -15,6 +15,7 @@ from headrace.kvstore.policies import make_policy
 from headrace.kvstore.pool import DevicePool
 from headrace.model.base import LanguageModel
 from headrace.model.exchange import LocalExchange
+from headrace.model.grammar import Grammars
 
 
 def make_rank(
@@ -27,6 +28,7 @@ def make_rank(
     control: Control | None = None,
     policy: str = "lru",
     verify_share: float = 1.0,
+    grammars: Grammars | None = None,
 ) -> DecodeRank:
     """`exchange` and `control` belong to the group; None for a rank alone. Collective when the group has more than one
     rank: its bells exchange their ports."""
@@ -35,7 +37,7 @@ def make_rank(
     bell: Bell = LocalBell() if control.size == 1 else DatagramBell(control)
     lockstep = Lockstep(control)
     scheduler = Scheduler(options, DeviceIndex(pool.slots, make_policy(policy, pool.slots)))
-    runner = StepRunner(model, pool, exchange, lockstep, has_mtp=pool.layout.has_mtp)
+    runner = StepRunner(model, pool, exchange, lockstep, has_mtp=pool.layout.has_mtp, grammars=grammars)
     mover = StoreMover(pool, client, verify_share)
     return DecodeRank(
         options=options,

@@ -19,7 +19,7 @@ from headrace.ids import new_incarnation
 from headrace.kvstore.client import NodeClient
 from headrace.kvstore.copiers import map_watcher_for
 from headrace.kvstore.pool import DevicePool
-from headrace.model.choose import device_of, load_from_config
+from headrace.model.choose import device_of, load_from_config, load_grammars
 from headrace.model.exchange import GroupExchange
 from headrace.model.spec import ModelSpec
 
@@ -62,6 +62,7 @@ class DecodeRankBox:
             control=control,
             policy=context.config.store.device_policy,
             verify_share=context.config.store.verify_share,
+            grammars=load_grammars(context.config.model.path, spec),
         )
         self._rank.start()
         self._serving.start()

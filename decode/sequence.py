@@ -155,8 +155,10 @@ class Sequence:
 
     def cut_drafts(self, most: int) -> list[int]:
         """The drafts to verify now: at most `most`, and never so many that all being accepted would sample more than
-        `remaining` tokens (a step samples one more than it accepts)."""
+        `remaining` tokens (a step samples one more than it accepts), nor what the request's grammar forbids."""
         self.drafts = self.drafts[: max(0, min(most, self.remaining - 1))]
+        if self.sampler is not None:
+            self.drafts = self.drafts[: self.sampler.possible(self.drafts)]
         return self.drafts
 
     def step_rows(self, draft_tokens: int) -> int:

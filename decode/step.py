@@ -20,6 +20,7 @@ from headrace.decode.rows import Run, build_rows
 from headrace.decode.sequence import Emission, Sequence
 from headrace.model.base import CachePlanes, Exchange, LanguageModel, MtpOutput
 from headrace.model.exchange import GroupExchange
+from headrace.model.grammar import Grammars
 from headrace.model.sampler import verify
 
 
@@ -53,7 +54,9 @@ class StepRunner:
         lockstep: Lockstep,
         *,
         has_mtp: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self._has_mtp = has_mtp
         self._model = model
         self._cache = cache
@@ -91,6 +94,7 @@ class StepRunner:
     def _sample(self, sequence: Sequence, logits: Tensor) -> Outcome:
         drafts = sequence.drafts
         try:
+            sequence.sampler.bind(self._grammars)
             done = verify(sequence.sampler, logits, drafts)
             emission = Emission(done.tokens, done.logprobs, len(drafts), done.accepted, done.finish_reason)
             sequence.commit(emission)
@@ -136,8 +140,12 @@ class StepRunner:
 
     def _append_drafts(self, chain: _Chain) -> None:
         if chain.members:
-            for sequence, token in zip(chain.members, self._model.logits(chain.hidden).argmax(-1).tolist()):
-                sequence.drafts.append(token)
+            logits = self._model.logits(chain.hidden)
+            tokens = logits.argmax(-1).tolist()
+            for at, sequence in enumerate(chain.members):
+                if sequence.sampler.constrained:
+                    tokens[at] = sequence.sampler.draft(logits[at], sequence.drafts)
+                sequence.drafts.append(tokens[at])
 
     def _draft(self, chain: _Chain, step: int) -> None:
         """Draft step `step`: those that want more than `step` drafts feed their newest one."""

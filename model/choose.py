@@ -1,12 +1,15 @@
 """Turns `auto` settings into what a rank runs: device, arithmetic, row format. One place, so ranks cannot disagree."""
 
 import logging
+from pathlib import Path
 
 import torch
 
 from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.model.grammar import Grammars
 from headrace.model.load import load_model
+from headrace.model.nano import checkpoint_path
 from headrace.model.spec import ModelSpec
 from headrace.model.stream import LoadReport
 from headrace.model.transformer import Transformer
@@ -61,6 +64,14 @@ def load_from_config(
         dummy_seed=config.model.dummy_seed,
         progress=LoadLog(),
     )
+
+
+def load_grammars(path: str, spec: ModelSpec) -> Grammars | None:
+    """Over the checkpoint's tokenizer; None when it has none (dummy weights), where requests with grammars fail."""
+    folder = checkpoint_path() if path == "nano" else Path(path)
+    if not (folder / "tokenizer.json").exists():
+        return None
+    return Grammars(folder, spec.vocab_size, spec.eos_token_ids)
 
 
 class LoadLog:

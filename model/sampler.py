@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from headrace.errors import EngineError, InputError
 from headrace.kernels.sampling.reference import Filters, adjust, log_probs, noise_key, sample
 from headrace.messages import SamplingParams, TokenLogprob
+from headrace.model.grammar import Grammars, Matcher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,13 +36,46 @@ class SamplerState:
     def __init__(self, params: SamplingParams, output_index: int = 0, earlier: Iterable[int] = ()) -> None:
         self.params = params
         self.output_index = output_index
-        self._counts: Counter[int] = Counter(earlier)
+        known = list(earlier)
+        self._counts: Counter[int] = Counter(known)
+        self._behind: list[int] | None = known if params.grammar else None
+        """Tokens the matcher has still to take; None: there is no grammar, or it is bound."""
+        self._matcher: Matcher | None = None
         self._stops = frozenset(params.stop_token_ids)
         self._filters = Filters(params.temperature, params.top_k, params.top_p, params.min_p)
         self._plain = not (params.presence_penalty or params.frequency_penalty or params.logit_bias)
 
+    def bind(self, grammars: Grammars | None) -> None:
+        """Set the request's grammar up, if it has one; needs `earlier` to be the whole answer so far. Harmless when
+        repeated. Raises InputError when this rank has no grammars, EngineError when `earlier` breaks it."""
+        if self._behind is None:
+            return
+        if grammars is None:
+            raise InputError("this checkpoint has no tokenizer that grammars can be checked with")
+        matcher = grammars.matcher(self.params.grammar)
+        for token in self._behind:
+            matcher.advance(token)
+        self._behind, self._matcher = None, matcher
+
+    def possible(self, drafts: Sequence[int]) -> int:
+        """How many of `drafts` the grammar lets through: the first ones."""
+        return len(drafts) if self._matcher is None else self._matcher.possible(drafts)
+
+    def draft(self, logits: Tensor, drafts: Sequence[int]) -> int:
+        """The draft after `drafts` from [V] logits: the best one that the grammar allows."""
+        allowed = None if self._matcher is None else self._matcher.after(drafts)
+        if allowed is not None:
+            logits = logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+        return int(logits.argmax())
+
+    @property
+    def constrained(self) -> bool:
+        return self._matcher is not None
+
     def draw(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
         """Draw the next token from fp32 [V] without committing it."""
+        if self._behind is not None:
+            raise EngineError("a request with a grammar is sampled before its grammar was set up")
         params = self.params
         scores = logits
         if not self._plain:
@@ -48,8 +83,16 @@ class SamplerState:
         if self.output_index < params.min_tokens and self._stops:
             scores = scores.clone()
             scores[list(self._stops)] = -torch.inf
+        if self._matcher is not None:
+            scores = self._masked(scores, self._matcher)
         token = sample(scores, self._filters, noise_key(params.seed, params.choice, self.output_index))
         return token, self._logprob(logits, token)
+
+    def _masked(self, scores: Tensor, matcher: Matcher) -> Tensor:
+        allowed = matcher.allowed()
+        if matcher.accepting and self._stops:
+            allowed[list(self._stops)] = True
+        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def commit(self, token: int) -> str | None:
         """Append a token to the answer; why it ended with it, or None."""
@@ -57,6 +100,10 @@ class SamplerState:
         self.output_index += 1
         if token in self._stops and self.output_index > self.params.min_tokens:
             return "stop"
+        if self._matcher is not None:
+            self._matcher.advance(token)
+            if self._matcher.finished:
+                return "stop"
         return "length" if self.output_index >= self.params.max_tokens else None
 
     def _logprob(self, logits: Tensor, token: int) -> TokenLogprob | None:

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.errors import HeadraceError
 from headrace.ids import RequestId
 from headrace.kvstore.pool import DevicePool
 from headrace.model.base import LanguageModel, MtpOutput, StepRows
+from headrace.model.grammar import Grammars
 from headrace.model.mtp import draft
 from headrace.model.sampler import SamplerState
 from headrace.prefill.base import Slabs, StepExchange
@@ -30,7 +32,9 @@ class Executor:
         exchange: StepExchange,
         *,
         has_mtp: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self._model, self._pool, self._slabs, self._exchange = model, pool, slabs, exchange
         self._has_mtp = has_mtp
         self._carried: dict[RequestId, Tensor] = {}
@@ -102,7 +106,7 @@ class Executor:
         if not ending:
             return
         for i, logits in zip(ending, self._model.logits(last[self._index(np.array(ending))])):
-            outcome.sampled[chunks[i].request_id] = _draw(chunks[i], logits)
+            outcome.sampled[chunks[i].request_id] = _draw(chunks[i], logits, self._grammars)
 
     def _extend_tails(self, tails: Sequence[TailPlan]) -> MtpOutput:
         rows = tail_rows(tails)
@@ -158,11 +162,16 @@ class Executor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._model.device)
 
 
-def _draw(chunk: ChunkPlan, logits: Tensor) -> Sampled:
+def _draw(chunk: ChunkPlan, logits: Tensor, grammars: Grammars | None) -> Sampled:
     assert chunk.sampling is not None
     state = SamplerState(chunk.sampling, chunk.output_index, unpack_tokens(chunk.answered).tolist())
-    token, logprob = state.draw(logits)
-    return Sampled(token, logprob, state.commit(token))
+    try:
+        state.bind(grammars)
+        token, logprob = state.draw(logits)
+        return Sampled(token, logprob, state.commit(token))
+    except HeadraceError as error:
+        # A grammar that cannot go on is the request's own trouble, never the group's.
+        return Sampled(0, None, None, error)
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -142,6 +142,8 @@ class PrefillGroup:
     def _deliver(self) -> None:
         for answer in self._scheduler.take_answers():
             self._waiting.pop(answer.request_id).set_result(answer)
+        for request_id, error in self._scheduler.take_failures():
+            self._waiting.pop(request_id).set_exception(error)
 
     def _finish(self, failure: HeadraceError | None) -> None:
         """The engine ends: nobody waits for it any more and no lease stays."""

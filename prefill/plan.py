@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from headrace.errors import HeadraceError
 from headrace.ids import BlockName, RequestId
 from headrace.messages import SamplingParams, TokenLogprob, message
 
@@ -128,6 +129,8 @@ class Sampled:
     logprob: TokenLogprob | None
     finish_reason: str | None
     """"stop" or "length" when this token ends the answer."""
+    error: HeadraceError | None = None
+    """Why there is no token; nothing else counts then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.policies import make_policy
 from headrace.kvstore.pool import DevicePool
+from headrace.model.choose import load_grammars
 from headrace.model.spec import ModelSpec
 from headrace.model.transformer import Transformer
 from headrace.prefill.base import NodeStore, StepExchange
@@ -63,7 +64,8 @@ class PrefillRank:
         """Returns when all ranks of the group are there. Raises RankLost when they do not come."""
         exchange = self._join()
         slabs = ArenaSlabs(self.pool, self.client, self._config.store.verify_share)
-        executor = Executor(self._model, self.pool, slabs, exchange, has_mtp=self._spec.has_mtp)
+        grammars = load_grammars(self._config.model.path, self._spec) if self._seat.rank == 0 else None
+        executor = Executor(self._model, self.pool, slabs, exchange, has_mtp=self._spec.has_mtp, grammars=grammars)
         link = self._meet()
         if self._seat.rank == 0:
             self.group = PrefillGroup(self._scheduler(), GroupRunner(executor, link, self._seat.world))

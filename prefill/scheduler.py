@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
-from headrace.errors import CapacityError, InputError, NeverFits, PromptTooLong
+from headrace.errors import CapacityError, HeadraceError, InputError, NeverFits, PromptTooLong
 from headrace.ids import BlockName, RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.device_index import DeviceIndex
@@ -60,6 +60,7 @@ class Scheduler:
         self._forget: list[RequestId] = []
         self._answering: list[Prompt] = []
         self._answers: list[PrefillDone] = []
+        self._failures: list[tuple[RequestId, HeadraceError]] = []
         self._chunks: list[tuple[Prompt, int]] = []
         """Of the running step: prompt and ready rows after it."""
 
@@ -87,6 +88,11 @@ class Scheduler:
     def take_answers(self) -> list[PrefillDone]:
         answers, self._answers = self._answers, []
         return answers
+
+    def take_failures(self) -> list[tuple[RequestId, HeadraceError]]:
+        """Prompts that ended without an answer, and why; they still wait for `close`."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def flush(self) -> int:
         dropped = self._index.flush()
@@ -221,6 +227,11 @@ class Scheduler:
         prompt.ready_rows, prompt.started, prompt.fresh = rows, True, []
         sampled = outcome.sampled.get(prompt.request_id)
         if sampled is None:
+            return
+        if sampled.error is not None:
+            self._forget.append(prompt.request_id)
+            self._failures.append((prompt.request_id, sampled.error))
+            prompt.stage = Stage.DONE
             return
         prompt.sampled, prompt.finish_reason = sampled, sampled.finish_reason
         if prompt.hands_over:

@@ -4,12 +4,15 @@ Read once at start from the checkpoint's JSON files. Knows no tensors and no req
 """
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
 from headrace.errors import CheckpointError
+from headrace.model.grammar import Grammars
 from headrace.model.nano import checkpoint_path
 from headrace.router.tokens.template import ChatTemplate
 from headrace.router.tokens.tokenizer import Tokenizer
@@ -28,6 +31,8 @@ class ServedModel:
     """`temperature`, `top_p`, `top_k` of generation_config.json, where it has them."""
     tokenizer: Tokenizer
     template: ChatTemplate
+    grammars: Callable[[], Grammars]
+    """Made at the first call (a second for a large vocabulary), so call it on a worker thread."""
 
 
 def load_served_model(config: Config) -> ServedModel:
@@ -43,15 +48,18 @@ def load_served_model(config: Config) -> ServedModel:
     if config.router.max_context > allowed:
         raise CheckpointError(f"router.max_context {config.router.max_context} exceeds the model's {allowed} tokens")
     eos = generation.get("eos_token_id", shape.get("eos_token_id", ()))
+    eos_ids = tuple(eos) if isinstance(eos, list) else (int(eos),)
+    vocabulary = int(shape.get("vocab_size", tokenizer.size))
     return ServedModel(
         name=config.model.name or path.name if not nano else config.model.name or "nano",
         path=path,
         context_tokens=config.router.max_context or allowed,
-        vocabulary=min(tokenizer.size, int(shape.get("vocab_size", tokenizer.size))),
-        eos_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+        vocabulary=min(tokenizer.size, vocabulary),
+        eos_ids=eos_ids,
         defaults={k: float(generation[k]) for k in ("temperature", "top_p", "top_k") if k in generation},
         tokenizer=tokenizer,
         template=ChatTemplate(path),
+        grammars=functools.cache(lambda: Grammars(path, vocabulary, eos_ids)),
     )
 
 

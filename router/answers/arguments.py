@@ -10,23 +10,25 @@ class ToolTypes:
 
     def __init__(self, tools: Iterable[Mapping[str, Any]]) -> None:
         """`tools` in OpenAI form: {"type": "function", "function": {"name", "parameters": JSON schema}}."""
-        self._properties: dict[str, Mapping[str, Any]] = {}
+        self._schemas: dict[str, Mapping[str, Any]] = {}
         for tool in tools:
             function = tool.get("function")
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 schema = function.get("parameters")
-                properties = schema.get("properties") if isinstance(schema, Mapping) else None
-                self._properties[function["name"]] = properties if isinstance(properties, Mapping) else {}
+                self._schemas[function["name"]] = schema if isinstance(schema, Mapping) else {}
 
     def writer(self, name: str) -> "ArgumentWriter":
-        return ArgumentWriter(self._properties.get(name, {}))
+        return ArgumentWriter(self._schemas.get(name, {}))
 
 
 class ArgumentWriter:
     """Arguments of one call: `key`, `value_text` ..., `end` return fragments that joined are one JSON object."""
 
-    def __init__(self, properties: Mapping[str, Any]) -> None:
-        self._properties = properties
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        """`schema`: JSON schema of the arguments as a whole."""
+        self._schema = schema
+        properties = schema.get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._count = 0
         self._open_string = False
         self._types: frozenset[str] = frozenset()
@@ -37,7 +39,7 @@ class ArgumentWriter:
         return self._types == {"string"}
 
     def key(self, key: str) -> str:
-        self._types = _declared_types(self._properties.get(key))
+        self._types = declared_types(self._properties.get(key), self._schema)
         self._count += 1
         self._open_string = False
         return ("{" if self._count == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
@@ -54,9 +56,29 @@ class ArgumentWriter:
         return "}" if self._count else "{}"
 
 
-def _declared_types(schema: Any) -> frozenset[str]:
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """`schema`, or what its local `$ref` points to in `root`; itself when that is nowhere."""
+    for _ in range(8):
+        where = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(where, str) or not where.startswith("#/"):
+            return schema
+        found: Any = root
+        for step in where[2:].split("/"):
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if found is None:
+            return schema
+        schema = found
+    return schema
+
+
+def declared_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Types a JSON schema allows; empty if it does not say."""
-    if not isinstance(schema, Mapping):
+    return _types_of(schema, root, 8)
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or not depth:
         return frozenset()
     kind = schema.get("type")
     if isinstance(kind, str):
@@ -67,11 +89,11 @@ def _declared_types(schema: Any) -> frozenset[str]:
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         if isinstance(options, list):
-            parts = [_declared_types(option) for option in options]
+            parts = [_types_of(option, root, depth - 1) for option in options]
             if not all(parts):
                 return frozenset()
             found = found.union(*parts)
-    values = schema.get("enum")
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list) and values and all(isinstance(v, str) for v in values):
         return frozenset(("string",))
     return found

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.errors import InputError
 from headrace.router.http.schemas import MAX_STOPS, CommonRequest
+from headrace.router.http.structure import Structure, format_text, structure_of
 
 
 class MessagesRequest(BaseModel):
@@ -24,6 +25,7 @@ class MessagesRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
     def common(self) -> CommonRequest:
         """The sampling fields in OpenAI's names."""
@@ -41,16 +43,26 @@ def thinking_options(fields: MessagesRequest) -> dict[str, Any]:
 
 
 def openai_tools(fields: MessagesRequest) -> list[dict[str, Any]]:
-    choice = (fields.tool_choice or {}).get("type", "auto")
-    if choice == "none":
-        return []
-    if choice != "auto":
-        raise InputError("tool_choice.type: only 'auto' and 'none' are supported", "tool_choice.type")
+    """Raises InputError for tools that run on a server of the API's maker."""
     found = []
-    for tool in fields.tools or ():
+    for i, tool in enumerate(fields.tools or ()):
+        if tool.get("type") not in (None, "custom"):
+            raise InputError(f"tools[{i}].type: {tool['type']!r} is not supported, only 'custom'", f"tools[{i}].type")
         function = {"name": tool.get("name"), "description": tool.get("description", "")}
         found.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema", {})}})
     return found
+
+
+def structure(fields: MessagesRequest, tools: list[dict[str, Any]]) -> Structure:
+    """What `tool_choice` and `output_config.format` ask of the answer. Raises InputError."""
+    choice = fields.tool_choice or {"type": "auto"}
+    kinds = {"auto": "auto", "none": "none", "any": "required", "tool": choice}
+    kind = choice.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise InputError("tool_choice.type: expected 'auto', 'any', 'tool' or 'none'", "tool_choice.type")
+    parallel = choice.get("disable_parallel_tool_use") is not True
+    text = format_text((fields.output_config or {}).get("format"), "output_config.format")
+    return structure_of(text, tools, kinds[kind], parallel)
 
 
 def openai_messages(fields: MessagesRequest) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from headrace.router.http.schemas import ChatRequest
 from headrace.router.http.service import Service
 from headrace.router.http.serving import serve
 from headrace.router.http.sse import DONE, event
+from headrace.router.http.structure import Structure, format_text, guided_text, structure_of
 from headrace.router.http.usage import chat_logprobs, openai_usage
 
 
@@ -31,27 +32,26 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         place.enter_context(service.admitted())
         fields = check(ChatRequest, raw)
         service.check_model(fields.model)
-        tools = _tools(fields)
+        tools, structure = _structure(fields)
         conversation, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
         generation = service.generation(
-            tenant=tenant, fields=fields, prompts=[prompt.ids], top_logprobs=_top_logprobs(fields), prefix="chatcmpl"
+            tenant=tenant,
+            fields=fields,
+            prompts=[prompt.ids],
+            top_logprobs=_top_logprobs(fields),
+            prefix="chatcmpl",
+            grammar=await service.grammar(structure.grammar(in_reasoning=prompt.text.endswith(THINK))),
         )
         shape = ChatShape(service, generation, fields, conversation, prompt)
         return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())
 
 
-def _tools(fields: ChatRequest) -> list[dict[str, Any]]:
-    """Tools the model is told of. Raises InputError for what cannot be promised."""
-    kind = (fields.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise InputError(f"response_format {kind!r} is not supported, only 'text'", "response_format")
+def _structure(fields: ChatRequest) -> tuple[list[dict[str, Any]], Structure]:
+    """Tools the model is told of, and what its answer must be like. Raises InputError for what cannot be promised."""
     tools = check_tools(fields.tools)
-    choice = fields.tool_choice
-    if choice == "none":
-        return []
-    if choice not in (None, "auto"):
-        raise InputError("tool_choice: only 'auto' and 'none' are supported", "tool_choice")
-    return tools
+    text = format_text(fields.response_format, "response_format") or guided_text(fields)
+    structure = structure_of(text, tools, fields.tool_choice, fields.parallel_tool_calls)
+    return ([] if fields.tool_choice == "none" else tools), structure
 
 
 def _top_logprobs(fields: ChatRequest) -> int:

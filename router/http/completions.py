@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.errors import HeadraceError, InputError
+from headrace.router.answers.grammar import grammar_of
 from headrace.router.answers.text import TextDelta
 from headrace.router.generation import Generation
 from headrace.router.http.body import check
@@ -18,6 +19,7 @@ from headrace.router.http.schemas import MAX_CHOICES, CompletionRequest
 from headrace.router.http.service import Service
 from headrace.router.http.serving import serve
 from headrace.router.http.sse import DONE, event
+from headrace.router.http.structure import format_text, guided_text
 from headrace.router.http.usage import CompletionLogprobs, openai_usage
 
 
@@ -28,12 +30,18 @@ async def create_completion(service: Service, request: Request) -> Response:
         fields = check(CompletionRequest, raw)
         service.check_model(fields.model)
         _refuse_unsupported(fields)
+        text = format_text(fields.response_format, "response_format") or guided_text(fields)
         prompts = await service.recall.prompts(tenant, lambda prompt: _prompts(service, fields, prompt))
         if len(prompts) * (fields.n or 1) > MAX_CHOICES:
             raise InputError(f"{len(prompts)} prompts with n {fields.n} are more than {MAX_CHOICES} choices", "n")
         top = -1 if fields.logprobs is None else fields.logprobs
         generation = service.generation(
-            tenant=tenant, fields=fields, prompts=[p.ids for p in prompts], top_logprobs=top, prefix="cmpl"
+            tenant=tenant,
+            fields=fields,
+            prompts=[p.ids for p in prompts],
+            top_logprobs=top,
+            prefix="cmpl",
+            grammar=await service.grammar(grammar_of(text, None, in_reasoning=False)),
         )
         shape = CompletionShape(service, generation, fields, prompts)
         return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())

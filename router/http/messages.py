@@ -27,6 +27,7 @@ from headrace.router.http.anthropic_input import (
     openai_message,
     openai_messages,
     openai_tools,
+    structure,
     thinking_options,
 )
 from headrace.router.http.body import check
@@ -50,9 +51,16 @@ async def create_message(service: Service, request: Request) -> Response:
         fields = check(MessagesRequest, raw)
         service.check_model(fields.model)
         tools = check_tools(openai_tools(fields))
+        wanted = structure(fields, tools)
+        tools = [] if (fields.tool_choice or {}).get("type") == "none" else tools
         conversation, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
         generation = service.generation(
-            tenant=tenant, fields=fields.common(), prompts=[prompt.ids], top_logprobs=-1, prefix="msg"
+            tenant=tenant,
+            fields=fields.common(),
+            prompts=[prompt.ids],
+            top_logprobs=-1,
+            prefix="msg",
+            grammar=await service.grammar(wanted.grammar(in_reasoning=prompt.text.endswith(THINK))),
         )
         shape = MessageShape(service, generation, conversation, prompt)
         return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())
@@ -63,6 +71,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
     fields = check(MessagesRequest, {"max_tokens": 1, **raw})
     service.check_model(fields.model)
     tools = check_tools(openai_tools(fields))
+    structure(fields, tools)
+    tools = [] if (fields.tool_choice or {}).get("type") == "none" else tools
     _, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
     return json_response({"input_tokens": len(prompt.ids)})
 

@@ -49,6 +49,13 @@ class CommonRequest(BaseModel):
     return_token_ids: bool | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
     user: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    response_format: dict[str, Any] | None = None
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
 
     def answer_limit(self) -> tuple[int | None, str]:
         """(limit, the field that gave it)."""
@@ -73,7 +80,6 @@ class ChatRequest(CommonRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     def answer_limit(self) -> tuple[int | None, str]:
         if self.max_completion_tokens is not None:

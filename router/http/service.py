@@ -88,12 +88,26 @@ class Service:
             raise RankLost("no prefill group or decode rank has answered yet")
         return namespace(fingerprint, tenant_salt(tenant))
 
+    async def grammar(self, text: str) -> str:
+        """`text` again, known to compile. Raises InputError."""
+        if text:
+            await self.in_worker(lambda: self.model.grammars().matcher(text))
+        return text
+
     def generation(
-        self, *, tenant: str, fields: CommonRequest, prompts: Sequence[Sequence[int]], top_logprobs: int, prefix: str
+        self,
+        *,
+        tenant: str,
+        fields: CommonRequest,
+        prompts: Sequence[Sequence[int]],
+        top_logprobs: int,
+        prefix: str,
+        grammar: str = "",
     ) -> Generation:
         """Check lengths and build (not start) the generation. Raises InputError."""
         limit, field = fields.answer_limit()
-        sampling = self._sampling(fields, min(self._answer_tokens(p, limit, field) for p in prompts), top_logprobs)
+        most = min(self._answer_tokens(p, limit, field) for p in prompts)
+        sampling = dataclasses.replace(self._sampling(fields, most, top_logprobs), grammar=grammar)
         spec = GenerationSpec(
             request_id=f"{prefix}-{secrets.token_hex(12)}",
             namespace=self.namespace(tenant),

@@ -159,6 +159,9 @@ class SamplingParams:
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
     top_logprobs: int = -1
     """-1: no logprobs; k >= 0: the chosen token's logprob and those of the k best."""
+    grammar: str = ""
+    """Empty, or what the whole answer must match, in the Lark form of `model/grammar.py`. Tokens outside it are never
+    drawn; the answer ends where nothing may follow."""
 
 
 @message

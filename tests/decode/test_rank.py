@@ -167,12 +167,13 @@ def test_aborts_at_random_moments_give_everything_back(model, house, make_prompt
     here.sink.wait(here.idle)
 
 
-def test_a_failing_sampler_ends_its_own_sequence_only(model, house, make_prompt, reference):
+@pytest.mark.parametrize("fault", [{"logit_bias": {10**6: 1.0}}, {"grammar": 'start: "a"'}])
+def test_a_failing_sampler_ends_its_own_sequence_only(model, house, make_prompt, reference, fault):
     here = house(model)
     good = SamplingParams(max_tokens=20, temperature=0.0)
     here.submit("good", make_prompt(30), good)
     bad = here.prefill.request("bad", make_prompt(40), good)
-    broken = SamplingParams(max_tokens=20, temperature=0.0, logit_bias={10**6: 1.0})
+    broken = SamplingParams(max_tokens=20, temperature=0.0, **fault)
     fields = {name: getattr(bad, name) for name in bad.__dataclass_fields__} | {"sampling": broken}
     here.rank.submit(here.stream, type(bad)(**fields))
     here.sink.wait(lambda: bool(here.sink.of(SequenceFailed, "bad")))

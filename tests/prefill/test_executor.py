@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from headrace.errors import InputError
 from headrace.messages import SamplingParams
 from headrace.model.sampler import SamplerState
 from headrace.prefill.fake import MemoryStore
@@ -145,3 +146,19 @@ def test_a_rank_that_cannot_reach_the_arena_of_a_plan_neither_reads_nor_writes_a
     assert len(plan.restores) == 2
     house.store.arena = "another daemon's"
     assert house.executor.run(plan).bad == {restore.name for restore in plan.restores}
+
+
+def test_a_grammar_that_cannot_run_fails_its_prompt_only():
+    house = PrefillHouse()
+    bad = make_request(random_prompt(70), sampling=SamplingParams(max_tokens=4, grammar='start: "a"'))
+    good = make_request(random_prompt(90, seed=1))
+    for request in (bad, good):
+        house.scheduler.submit(request)
+    house.drain()
+    [(failed, error)] = house.scheduler.take_failures()
+    assert failed == bad.request_id
+    assert isinstance(error, InputError)
+    house.close(house.answers[good.request_id])
+    house.scheduler.close(failed)
+    assert house.scheduler.idle
+    assert house.index.free_count + house.index.cached_count == house.index.num_slots

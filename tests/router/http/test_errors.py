@@ -50,13 +50,23 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (CHAT, {"model": "nano", "messages": [{"role": "user"}]}, 400, "messages[0].content", None),
     (CHAT, {"model": "nano", "messages": [USER], "tools": [{"type": "function"}]}, 400, "tools[0].function.name", None),
     (CHAT, {"model": "nano", "messages": [USER], "tool_choice": "required"}, 400, "tool_choice", None),
-    (
-        CHAT,
-        {"model": "nano", "messages": [USER], "response_format": {"type": "json_object"}},
-        400,
-        "response_format",
-        None,
-    ),
+    *[
+        (CHAT, {"model": "nano", "messages": [USER], **fields}, 400, param, None)
+        for fields, param in (
+            ({"response_format": {"type": "xml"}}, "response_format.type"),
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, None),
+            ({"structured_outputs": {"regex": "(a"}}, None),
+            ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+            ({"structured_outputs": {"words": ["b"]}}, "structured_outputs"),
+            ({"guided_choice": []}, "guided_choice"),
+            ({"guided_json": "{"}, "guided_json"),
+            ({"guided_grammar": "start: nowhere"}, None),
+            ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+            ({"tool_choice": "always"}, "tool_choice"),
+            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some"}}}, "tool_choice"),
+        )
+    ],
     (CHAT, {"model": "nano", "messages": [USER], "top_logprobs": 3}, 400, "top_logprobs", None),
     (
         CHAT,
