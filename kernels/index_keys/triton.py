@@ -15,7 +15,7 @@ from headrace.kernels.index_keys.reference import ReferenceIndexKeys
 from headrace.kernels.launch import ceil_div, fp8_dtype
 from headrace.kernels.numeric import power_of_two_scale, to_e4m3
 
-ROWS = 8
+ROWS = 16
 ROW_BYTES = INDEX_DIM + 4
 Projection = tuple[Tensor, Tensor, float, Tensor, Tensor, bool]
 
@@ -33,8 +33,12 @@ def index_key_kernel(
     first = 2 * pair if INTERLEAVED else pair
     second = first + (1 if INTERLEAVED else 32)
     source = keys_ptr + row.to(tl.int64)[:, None] * key_stride
-    a = tl.load(source + first[None, :], mask=inside, other=0.0)
-    b = tl.load(source + second[None, :], mask=inside, other=0.0)
+    both = (2 * pair)[:, None] + tl.arange(0, 2)[None, :]
+    if INTERLEAVED:
+        a, b = tl.split(tl.load(source[:, :, None] + both[None, :, :], mask=inside[:, :, None], other=0.0))
+    else:
+        a = tl.load(source + first[None, :], mask=inside, other=0.0)
+        b = tl.load(source + second[None, :], mask=inside, other=0.0)
     c = tl.load(source + rest[None, :], mask=inside, other=0.0)
     if FROM_PROJECTION:
         mean = (tl.sum(a, 1) + tl.sum(b, 1) + tl.sum(c, 1)) / 128
@@ -68,8 +72,12 @@ def index_key_kernel(
         keep = row < rows
         to = codes_ptr + row.to(tl.int64) * 132
         scale_to = scales_ptr + row.to(tl.int64) * 33 + 32
-    tl.store(to[:, None] + first[None, :], to_e4m3(a, codes_ptr), mask=keep[:, None])
-    tl.store(to[:, None] + second[None, :], to_e4m3(b, codes_ptr), mask=keep[:, None])
+    if INTERLEAVED:
+        turned = to_e4m3(tl.join(a, b), codes_ptr)
+        tl.store(to[:, None, None] + both[None, :, :], turned, mask=keep[:, None, None])
+    else:
+        tl.store(to[:, None] + first[None, :], to_e4m3(a, codes_ptr), mask=keep[:, None])
+        tl.store(to[:, None] + second[None, :], to_e4m3(b, codes_ptr), mask=keep[:, None])
     tl.store(to[:, None] + rest[None, :], to_e4m3(c, codes_ptr), mask=keep[:, None])
     tl.store(scale_to, scale, mask=keep)
 

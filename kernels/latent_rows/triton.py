@@ -35,9 +35,9 @@ def latent_kernel(
         latent_ptr + row.to(tl.int64)[:, None, None] * latent_stride + place, mask=inside[:, None, None], other=0.0
     )
     pair = tl.arange(0, 32)
-    source = rope_ptr + row.to(tl.int64)[:, None] * rope_stride + 2 * pair[None, :]
-    a = tl.load(source, mask=inside[:, None], other=0.0)
-    b = tl.load(source + 1, mask=inside[:, None], other=0.0)
+    both = ((2 * pair)[:, None] + tl.arange(0, 2)[None, :])[None, :, :]
+    source = rope_ptr + row.to(tl.int64)[:, None, None] * rope_stride + both
+    a, b = tl.split(tl.load(source, mask=inside[:, None, None], other=0.0))
     if FROM_PROJECTION:
         mean = tl.sum(tl.sum(x * x, 2), 1) / 512
         x = x * tl.rsqrt(mean + eps)[:, None, None] * tl.load(weight_ptr + place)
@@ -52,13 +52,11 @@ def latent_kernel(
         x = x * inverse[:, :, None]
         where = scales_ptr + to[:, None] * (ROW_BYTES // 4) + 128 + tl.arange(0, 4)[None, :]
         tl.store(where, scale, mask=keep[:, None])
-        half = halves_ptr + to[:, None] * (ROW_BYTES // 2) + 264 + 2 * pair[None, :]
-        tl.store(half, a.to(tl.bfloat16), mask=keep[:, None])
-        tl.store(half + 1, b.to(tl.bfloat16), mask=keep[:, None])
+        half = halves_ptr + to[:, None, None] * (ROW_BYTES // 2) + 264 + both
+        tl.store(half, tl.join(a, b).to(tl.bfloat16), mask=keep[:, None, None])
     else:
-        tail = codes_ptr + to[:, None] * ROW_BYTES + 512 + 2 * pair[None, :]
-        tl.store(tail, to_e4m3(a, codes_ptr), mask=keep[:, None])
-        tl.store(tail + 1, to_e4m3(b, codes_ptr), mask=keep[:, None])
+        tail = codes_ptr + to[:, None, None] * ROW_BYTES + 512 + both
+        tl.store(tail, to_e4m3(tl.join(a, b), codes_ptr), mask=keep[:, None, None])
     tl.store(codes_ptr + to[:, None, None] * ROW_BYTES + place, to_e4m3(x, codes_ptr), mask=keep[:, None, None])
 
 

@@ -25,15 +25,21 @@ def rope_kernel(
     inside = (line < lines)[:, None] & (pair < half)[None, :]
     row = (line // heads).to(tl.int64)
     start = row * row_stride + (line % heads) * head_stride
-    first = 2 * pair if INTERLEAVED else pair
-    step = 1 if INTERLEAVED else half
-    a = tl.load(x_ptr + start[:, None] + first[None, :], mask=inside, other=0.0)
-    b = tl.load(x_ptr + start[:, None] + first[None, :] + step, mask=inside, other=0.0)
+    to = out_ptr + line.to(tl.int64) * (2 * half)
     cos = tl.load(cos_ptr + row[:, None] * half + pair[None, :], mask=inside, other=0.0)
     sin = tl.load(sin_ptr + row[:, None] * half + pair[None, :], mask=inside, other=0.0)
-    to = out_ptr + line.to(tl.int64)[:, None] * (2 * half) + first[None, :]
-    tl.store(to, a * cos - b * sin, mask=inside)
-    tl.store(to + step, b * cos + a * sin, mask=inside)
+    if INTERLEAVED:
+        # A pair is read and written as one, so that a warp's accesses are whole.
+        both = (2 * pair)[:, None] + tl.arange(0, 2)[None, :]
+        x = tl.load(x_ptr + start[:, None, None] + both[None, :, :], mask=inside[:, :, None], other=0.0)
+        a, b = tl.split(x)
+        turned = tl.join(a * cos - b * sin, b * cos + a * sin)
+        tl.store(to[:, None, None] + both[None, :, :], turned, mask=inside[:, :, None])
+    else:
+        a = tl.load(x_ptr + start[:, None] + pair[None, :], mask=inside, other=0.0)
+        b = tl.load(x_ptr + start[:, None] + half + pair[None, :], mask=inside, other=0.0)
+        tl.store(to[:, None] + pair[None, :], a * cos - b * sin, mask=inside)
+        tl.store(to[:, None] + half + pair[None, :], b * cos + a * sin, mask=inside)
 
 
 class TritonRope:

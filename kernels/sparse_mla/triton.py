@@ -17,7 +17,6 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import LATENT_DIM, RowFormat
 from headrace.kernels.launch import Tile, ceil_div, fp8_dtype, next_power_of_two
-from headrace.kernels.numeric import fp8_gain
 
 MAX_SPLITS = 16
 WANTED_PROGRAMS = 264
@@ -25,10 +24,19 @@ WANTED_PROGRAMS = 264
 
 
 @triton.jit
+def doubled_if_fnuz(values, codes_ptr):
+    """What was read through a fnuz pointer is half of what the byte means (`numeric.py`). Stays bf16: the type of a
+    product with a plain number differs between versions of Triton."""
+    if codes_ptr.dtype.element_ty == tl.float8e4b8:
+        values = (values * 2.0).to(tl.bfloat16)
+    return values
+
+
+@triton.jit
 def piece(codes_ptr, base, valid, scale, TILED: tl.constexpr):
     """bf16 [rows, 128] of cache rows; rows that are not valid are zero, whatever lies there."""
     codes = tl.load(codes_ptr + base[:, None] + tl.arange(0, 128)[None, :], mask=valid[:, None], other=0.0)
-    values = codes.to(tl.bfloat16) * fp8_gain(codes_ptr)
+    values = doubled_if_fnuz(codes.to(tl.bfloat16), codes_ptr)
     if TILED:
         values = values * scale[:, None]
     return values
@@ -84,7 +92,8 @@ def sparse_mla_kernel(
             kr = tl.load(where, mask=valid[:, None], other=0.0)
         else:
             where = codes_ptr + base[:, None] + 512 + rope[None, :]
-            kr = tl.load(where, mask=valid[:, None], other=0.0).to(tl.bfloat16) * fp8_gain(codes_ptr)
+            kr = tl.load(where, mask=valid[:, None], other=0.0)
+            kr = doubled_if_fnuz(kr.to(tl.bfloat16), codes_ptr)
         k0 = piece(codes_ptr, base, valid, s0, TILED)
         k1 = piece(codes_ptr + 128, base, valid, s1, TILED)
         k2 = piece(codes_ptr + 256, base, valid, s2, TILED)

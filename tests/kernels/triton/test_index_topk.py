@@ -187,3 +187,18 @@ def test_select_long_rows(ties: bool) -> None:
         seen = scores[row, : bound + 1].cpu()
         wanted = seen.sort(descending=True, stable=True).indices[:2048].sort().values
         assert torch.equal(got[row][got[row] >= 0].long(), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_index_pool_beyond_2_gib() -> None:
+    fmt = FORMATS["tile656"]
+    plane, tables, keys = indexed(fmt, [700])
+    slots, far = 300_000, 299_000  # 2.5 GB
+    pool = torch.full((slots, fmt.index_plane_bytes), 0xFF, dtype=torch.uint8, device="cuda")
+    pool[far : far + plane.shape[0]] = plane.cuda()
+    rows = QueryRows(torch.zeros(2, dtype=torch.int64), torch.tensor([699, 400]), tables)
+    moved = QueryRows(rows.seq, rows.last_row, torch.where(tables < 0, -1, tables + far))
+    q, w = torch.randn(2, 32, 128), torch.randn(2, 32)
+    op, device = TritonIndexTopk(KernelContext(torch.device("cuda"), False)), torch.device("cuda")
+    check_rows(op(q.cuda(), w.cuda(), on(moved, device), pool, fmt, 64).cpu(), q, w, rows, keys, 64)

@@ -145,3 +145,31 @@ def test_index_keys_from_a_projection(device: torch.device, name: str, interleav
         values.append(plain.gather(planes[0], torch.arange(11), fmt))
     torch.testing.assert_close(values[0], values[1], rtol=2.0**-3, atol=2.0**-6)
     assert (values[0] != values[1]).float().mean() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", FP8)
+def test_writes_into_pools_beyond_2_gib(name: str) -> None:
+    fmt, slots = FORMATS[name], 300_000
+    rows = torch.tensor([slots * 64 - 1, 3, slots * 64 - 70])
+    kv, keys, weight, angle = torch.randn(3, 576), torch.randn(3, 128), torch.rand(512), torch.randn(3, 32)
+    pool = torch.empty((slots, 64, fmt.latent_row_bytes), dtype=torch.uint8, device="cuda")
+    cos, sin = angle.cos().cuda(), angle.sin().cuda()
+    op = TritonLatentRows()
+    op.write_projection(pool, rows.cuda(), kv.cuda(), weight.cuda(), 1e-5, cos, sin, fmt)
+    wanted = op.from_projection(kv.cuda(), weight.cuda(), 1e-5, cos, sin, fmt)
+    assert torch.equal(pool.view(-1, fmt.latent_row_bytes)[rows.cuda()], wanted)
+    op.write(pool, rows.flip(0).cuda(), wanted)
+    assert torch.equal(pool.view(-1, fmt.latent_row_bytes)[rows.flip(0).cuda()], wanted)
+    del pool
+    planes = torch.empty((slots, fmt.index_plane_bytes), dtype=torch.uint8, device="cuda")
+    index = TritonIndexKeys()
+    index.write_projection(planes, rows.cuda(), keys.cuda(), weight[:128].cuda(), weight[128:256].cuda(), 1e-6, cos,
+                           sin, True, fmt)  # fmt: skip
+    plain = ReferenceIndexKeys()
+    bytes_ = index.from_projection(keys.cuda(), weight[:128].cuda(), weight[128:256].cuda(), 1e-6, cos, sin, True, fmt)
+    got = plain.gather(planes, rows.cuda(), fmt)
+    again = torch.empty((1, fmt.index_plane_bytes), dtype=torch.uint8, device="cuda")
+    index.write(again, torch.arange(3, device="cuda"), bytes_, fmt)
+    assert torch.equal(got, plain.gather(again, torch.arange(3, device="cuda"), fmt))
