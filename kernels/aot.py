@@ -174,12 +174,13 @@ def matrix_types_in(text: str, target: str) -> tuple[str, ...]:
 
 
 def amd_registers(text: str) -> tuple[int, int]:
-    """(registers, spilled registers) from the metadata of an amdgcn text."""
+    """(registers, spilled vector registers) from the metadata of an amdgcn text. Scalar registers spill into lanes of
+    vector registers, not into memory; a scratch frame without a spill (an array in memory) counts as spilled too."""
 
     def number(name: str) -> int:
         return max((int(found) for found in re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
 
-    return number("vgpr_count"), number("vgpr_spill_count") + number("sgpr_spill_count")
+    return number("vgpr_count"), max(number("vgpr_spill_count"), number("private_segment_fixed_size") // 4)
 
 
 def nvidia_registers(cubin: bytes) -> tuple[int, int]:

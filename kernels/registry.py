@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import KernelUnsupported
 from headrace.kernels.base import KernelContext
-from headrace.kernels.launch import CACHE_OPS, refuses_cache_op, refuses_triton
+from headrace.kernels.launch import CACHE_OPS, architecture, refuses_cache_op, refuses_triton
 
 OPS = (
     "norm",
@@ -68,13 +68,17 @@ class Registry:
         known = self._backends[op]
         return tuple(sorted(known, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else -1))
 
+    def backend(self, op: str, name: str) -> Backend:
+        """Raises KernelUnsupported where there is none of that name."""
+        if name not in self.backends(op):
+            raise KernelUnsupported(f"{op}: no backend {name!r}; registered: {', '.join(self.backends(op))}")
+        return self._backends[op][name]
+
     def choose(self, op: str, context: KernelContext, forced: str = "auto") -> Choice:
         """Create the kernel of an op. Raises KernelUnsupported naming what exists and why each refused."""
         names = self.backends(op)
         if forced != "auto":
-            if forced not in names:
-                raise KernelUnsupported(f"{op}: no backend {forced!r}; registered: {', '.join(names)}")
-            names = (forced,)
+            names = (self.backend(op, forced).name,)
         rejected: list[tuple[str, str]] = []
         for name in names:
             backend = self._backends[op][name]
@@ -83,7 +87,8 @@ class Registry:
                 return Choice(op, name, backend.create(context), tuple(rejected))
             rejected.append((name, reason))
         why = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-        raise KernelUnsupported(f"{op} on {context.device.type} with {context.shape}: {why}")
+        where = architecture(context.device)
+        raise KernelUnsupported(f"{op} on {where}, rows {context.row_format or 'any'}, {context.shape}: {why}")
 
 
 def default_registry() -> Registry:
@@ -95,6 +100,21 @@ def default_registry() -> Registry:
             registry.register(op, Backend("triton", f"headrace.kernels.{op}.triton:create", refuses))
         registry.register(op, Backend("reference", f"headrace.kernels.{op}.reference:create"))
     return registry
+
+
+def forced_choices(forced: str, registry: Registry) -> dict[str, str]:
+    """`model.kernels` -> op -> backend. `auto`: none. A name: every op that has such a backend. `op=name,...`: those
+    ops. Raises KernelUnsupported for a name that no op has, or an op that there is not."""
+    if "=" in forced:
+        pairs = dict(pair.split("=", 1) for pair in forced.split(","))
+        return {op: registry.backend(op, name).name if name != "auto" else name for op, name in pairs.items()}
+    if forced == "auto":
+        return {}
+    having = {op: forced for op in OPS if forced in registry.backends(op)}
+    if not having:
+        known = sorted({name for op in OPS for name in registry.backends(op)})
+        raise KernelUnsupported(f"no op has a backend {forced!r}; there are: {', '.join(known)}")
+    return having
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,7 +134,8 @@ class KernelSet:
 
 
 def kernel_set(context: KernelContext, forced: str = "auto", registry: Registry | None = None) -> KernelSet:
-    """Choose every op. Raises KernelUnsupported."""
+    """Choose every op; `forced` as `model.kernels` has it. Raises KernelUnsupported."""
     source = registry or default_registry()
-    choices = tuple(source.choose(op, context, forced) for op in OPS)
+    wanted = forced_choices(forced, source)
+    choices = tuple(source.choose(op, context, wanted.get(op, "auto")) for op in OPS)
     return KernelSet(**{choice.op: choice.kernel for choice in choices}, choices=choices)

@@ -62,6 +62,8 @@ def describe(meta: Any) -> str:
         text += f" [{meta['unit']}]"
     if meta["choices"]:
         text += f". One of: {', '.join(map(str, meta['choices']))}"
+    if meta["names"]:
+        text += f". Or a mapping of: {', '.join(meta['names'])}"
     low, high = meta["minimum"], meta["maximum"]
     if low is not None or high is not None:
         text += f". Allowed: {'' if low is None else f'{low:g}'} .. {'' if high is None else f'{high:g}'}"

@@ -1,13 +1,16 @@
 """What the shipped registry offers and why it refuses, on any machine."""
 
+import dataclasses
 import importlib.util
 
 import pytest
 import torch
 
-from headrace.errors import KernelUnsupported
+from headrace.config.load import from_dict
+from headrace.config.tree import ModelConfig
+from headrace.errors import ConfigError, KernelUnsupported
 from headrace.kernels.base import KernelContext
-from headrace.kernels.registry import OPS, TRITON_OPS, default_registry
+from headrace.kernels.registry import OPS, TRITON_OPS, default_registry, forced_choices, kernel_set
 
 CPU = KernelContext(torch.device("cpu"), deterministic=True)
 
@@ -31,3 +34,39 @@ def test_the_parity_format_is_the_reference_s() -> None:
     context = KernelContext(torch.device("cuda"), deterministic=True, row_format="bf16")
     rejected = dict(default_registry().choose("sparse_mla", context).rejected)
     assert rejected == {"triton": "row format bf16 is for parity: reference only"}
+
+
+def test_one_name_is_for_the_ops_that_have_it() -> None:
+    registry = default_registry()
+    assert forced_choices("auto", registry) == {}
+    assert set(forced_choices("triton", registry)) == set(TRITON_OPS)
+    assert set(forced_choices("reference", registry)) == set(OPS)
+    with pytest.raises(KernelUnsupported, match=r"no op has a backend 'cutlass'; there are: .*reference, triton"):
+        forced_choices("cutlass", registry)
+
+
+def test_a_mapping_forces_single_ops() -> None:
+    kernels = kernel_set(CPU, "norm=reference,router=auto")
+    assert {choice.backend for choice in kernels.choices} == {"reference"}
+    assert next(choice for choice in kernels.choices if choice.op == "norm").rejected == ()
+    with pytest.raises(KernelUnsupported, match=r"linear on cpu.*triton: "):
+        kernel_set(CPU, "linear=triton")
+    with pytest.raises(KernelUnsupported, match="router: no backend 'cutlass'; registered: "):
+        kernel_set(CPU, "router=cutlass")
+    with pytest.raises(KernelUnsupported, match="no op 'atention'; known: "):
+        kernel_set(CPU, "atention=triton")
+
+
+def test_the_setting_takes_both_forms() -> None:
+    def setting(value: object) -> str:
+        return from_dict({"model": {"kernels": value}}).model.kernels
+
+    assert setting("triton") == "triton"
+    assert setting({"linear": "triton", "norm": "reference"}) == "norm=reference,linear=triton"
+    assert setting("linear=triton, norm=reference") == "norm=reference,linear=triton"
+    with pytest.raises(ConfigError, match=r"model\.kernels: no 'atention'; known: norm, rope"):
+        setting({"atention": "triton"})
+    with pytest.raises(ConfigError, match=r"model\.kernels\.norm: 'cutlass' is not one of auto, "):
+        setting({"norm": "cutlass"})
+    names = next(f for f in dataclasses.fields(ModelConfig) if f.name == "kernels").metadata["names"]
+    assert names == OPS

@@ -12,9 +12,11 @@ def setting(
     choices: tuple[Any, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    names: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that `headrace config` can document and `load` can check. Bounds are inclusive."""
-    meta = {"doc": doc, "unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum}
+    """A dataclass field that `headrace config` can document and `load` can check. Bounds are inclusive.
+    `names`: besides a choice the value may be a mapping of some of these names to choices, kept as `name=choice,...`."""
+    meta = {"doc": doc, "unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum, "names": names}
     return dataclasses.field(default=default, metadata=meta)
 
 

@@ -95,6 +95,8 @@ def _build(cls: type[Any], raw: Any, path: str) -> Any:
 
 
 def _check_value(where: str, value: Any, hint: Any, meta: Mapping[str, Any]) -> Any:
+    if meta["names"] and (isinstance(value, Mapping) or "=" in str(value)):
+        return _check_mapping(where, value, meta)
     value = _coerce(where, value, hint)
     choices, low, high = meta["choices"], meta["minimum"], meta["maximum"]
     if choices and value not in choices:
@@ -103,6 +105,19 @@ def _check_value(where: str, value: Any, hint: Any, meta: Mapping[str, Any]) -> 
         bounds = f"{low if low is not None else '-inf'} .. {high if high is not None else 'inf'}"
         raise ConfigError(f"{where}: {value} is outside {bounds} {meta['unit']}".rstrip())
     return value
+
+
+def _check_mapping(where: str, value: Any, meta: Mapping[str, Any]) -> str:
+    """`{a: x}` or `a=x,b=y` -> `a=x,b=y`, in the order of the names."""
+    pairs = value
+    if not isinstance(pairs, Mapping):
+        pairs = {name.strip(): choice.strip() for name, _, choice in (p.partition("=") for p in str(value).split(","))}
+    for name, choice in pairs.items():
+        if name not in meta["names"]:
+            raise ConfigError(f"{where}: no {name!r}; known: {', '.join(meta['names'])}")
+        if choice not in meta["choices"]:
+            raise ConfigError(f"{where}.{name}: {choice!r} is not one of {', '.join(map(str, meta['choices']))}")
+    return ",".join(f"{name}={pairs[name]}" for name in meta["names"] if name in pairs)
 
 
 def _coerce(where: str, value: Any, hint: Any) -> Any:

@@ -27,8 +27,20 @@ class ModelConfig:
     threads: int = setting(1, "CPU threads of one rank; part of the determinism contract", minimum=1, maximum=256)
     kernels: str = setting(
         "auto",
-        "Kernel backend; `auto` picks per op, device, dtype and shape",
+        "Kernel backend, or a mapping of ops to backends; `auto` picks per op, device, dtype and shape. One name: that "
+        "backend for every op that has it. A forced backend that cannot is an error (see `headrace kernels list`)",
         choices=("auto", "reference", "triton", "aiter"),
+        names=(
+            "norm",
+            "rope",
+            "latent_rows",
+            "index_keys",
+            "index_topk",
+            "sparse_mla",
+            "linear",
+            "router",
+            "experts",
+        ),
     )
 
 
