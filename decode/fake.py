@@ -181,7 +181,7 @@ class MemoryStore:
             del self._writing[name]
             self._free.append(slot)
 
-    def drop(self, names: Seq[BlockName]) -> None:
+    def drop(self, names: Seq[BlockName], *, corrupt: bool = False) -> None:
         self._check()
         for name in names:
             if name in self.blocks:

@@ -25,7 +25,7 @@ class StoreMover:
     def restore(self, device_slot: int, source: Leased) -> None:
         view = self._client.slot_view(source.slot)[: self._pool.layout.payload_bytes]
         if self._dice.random() < self._verify_share and digest(view) != source.digest:
-            self._client.drop([source.name])
+            self._client.drop([source.name], corrupt=True)
             raise DigestMismatch(f"block {source.name.hex()[:16]} in host slot {source.slot} is not what was written")
         load_slab(self._pool, device_slot, view)
 

@@ -17,6 +17,7 @@ from headrace import rpc
 from headrace.decode.base import StreamId
 from headrace.decode.rank import DecodeRank
 from headrace.ids import Role
+from headrace.kvstore.legs import legs
 from headrace.messages import (
     AbortRequest,
     BoxStatus,
@@ -141,7 +142,9 @@ class DecodeService:
 
 
 def box_status(rank: DecodeRank, hello: Hello) -> BoxStatus:
-    return BoxStatus(name=hello.name, incarnation=hello.incarnation, ready=rank.alive(), values=rank.status())
+    return BoxStatus(
+        name=hello.name, incarnation=hello.incarnation, ready=rank.alive(), values=rank.status() | legs.values()
+    )
 
 
 def decode_hello(name: str, incarnation: Any, fingerprint: bytes) -> Hello:

@@ -102,6 +102,19 @@ def remove_stale(parent: Path, shm_dir: Path) -> list[str]:
     return removed
 
 
+def living_runs() -> list[Path]:
+    """Directories of this user's running services, unless `deploy.run_dir` put them elsewhere."""
+    found = []
+    for path in sorted(_runs_parent().glob(f"{PREFIX}*")):
+        if is_run(path) and path.stat().st_uid == os.getuid():
+            lock = _try_lock(path)
+            if lock is None:
+                found.append(path)
+            else:
+                os.close(lock)
+    return found
+
+
 def _runs_parent() -> Path:
     """The system's temp directory, or /tmp where sockets would not fit into that."""
     temp = Path(tempfile.gettempdir())

@@ -146,8 +146,9 @@ class StoreClient(Protocol):
 
     def abort_put(self, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None: ...
 
-    def drop(self, names: Sequence[BlockName]) -> None:
-        """Forget blocks at once (private blocks after handover; corrupt ones). Held ones go when released."""
+    def drop(self, names: Sequence[BlockName], *, corrupt: bool = False) -> None:
+        """Forget blocks at once (private blocks after handover; `corrupt` ones, whose bytes are not what was written).
+        Held ones go when released."""
         ...
 
     def announce(self, added: Sequence[BlockName], removed: Sequence[BlockName]) -> None:

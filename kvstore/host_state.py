@@ -1,7 +1,7 @@
 """Records of the host tier's bookkeeping. Pure."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from headrace.ids import Incarnation, SlotIndex
 from headrace.kvstore.base import BlockMeta
@@ -40,6 +40,9 @@ class HostCounters:
     put_full: int = 0
     aborted: int = 0
     dropped: int = 0
+    corrupt: int = 0
+    """Dropped because a digest did not fit."""
+    flushed: int = 0
     evictions: int = 0
     quota_evictions: int = 0
     expirations: int = 0
@@ -47,3 +50,9 @@ class HostCounters:
     stale_releases: int = 0
     owners_expired: int = 0
     """Clients."""
+
+
+def oldest_lease_s(owners: Iterable[Owner], now_s: float) -> float:
+    """For how long the block that has been read longest has been held; 0: none is."""
+    since = [resident.held_since_s for owner in owners for resident in owner.leases]
+    return now_s - min(since) if since else 0.0

@@ -13,14 +13,15 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace.errors import LeaseExpired
 from headrace.ids import BlockName, Incarnation, SlotIndex
 from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome, WriteSlot, ticket_of
 from headrace.kvstore.changes import ChangeSet
 from headrace.kvstore.checksum import DIGEST_BYTES
-from headrace.kvstore.host_state import HostCounters, Owner, Quarantine, Writing
+from headrace.kvstore.host_check import violations
+from headrace.kvstore.host_state import HostCounters, Owner, Quarantine, Writing, oldest_lease_s
 from headrace.kvstore.quotas import Quotas
 from headrace.kvstore.residents import Resident, Residents
 
@@ -46,6 +47,8 @@ class HostTier:
         self.slots = slots
         self.counters = HostCounters()
         self.changes = ChangeSet()
+        self.on_gone: Callable[[BlockName, str], None] = lambda name, why: None
+        """Told of every visible block that goes, and why: evicted, quota, expired, dropped, corrupt, flushed."""
         self._slot_bytes = slot_bytes
         self._policy = policy
         self._lease_s = lease_s
@@ -97,7 +100,7 @@ class HostTier:
             self._quarantine.remove(entry)
         if isinstance(self._policy, ExpiringPolicy):
             while (name := self._policy.expired(now)) is not None:
-                self._remove(name, now)
+                self._remove(name, now, "expired")
                 self.counters.expirations += 1
         for tenant in self._quotas.limited():
             self._shrink(tenant, now)
@@ -199,13 +202,14 @@ class HostTier:
 
     # --- removing ---------------------------------------------------------------------------------------------------
 
-    def drop(self, names: Sequence[BlockName]) -> None:
+    def drop(self, names: Sequence[BlockName], *, corrupt: bool = False) -> None:
         """Blocks become invisible at once; the slot of one that is still read is freed with its last lease."""
         now = self._clock()
         for name in names:
             if self._residents.get(name) is not None:
-                self._remove(name, now)
+                self._remove(name, now, "corrupt" if corrupt else "dropped")
                 self.counters.dropped += 1
+                self.counters.corrupt += corrupt
 
     def pin(self, owner: Incarnation, name: BlockName) -> Resident | None:
         """As `lease` of one block, but no use of it: for copies to a lower tier."""
@@ -229,7 +233,8 @@ class HostTier:
         """Forget every block that nothing holds; returns how many."""
         idle, now = self._residents.idle(), self._clock()
         for name in idle:
-            self._remove(name, now)
+            self._remove(name, now, "flushed")
+        self.counters.flushed += len(idle)
         return len(idle)
 
     # --- looking ----------------------------------------------------------------------------------------------------
@@ -254,37 +259,22 @@ class HostTier:
             "doomed": len(self._doomed),
             "quarantined": quarantined,
             "clients": len(self._owners),
+            "oldest_lease_s": oldest_lease_s(self._owners.values(), self._clock()),
         }
         counters = {f"{name}_total": value for name, value in dataclasses.asdict(self.counters).items()}
         return {**gauges, **counters, **self._quotas.stats()}
 
+    def find(self, names: Sequence[BlockName]) -> list[Resident | None]:
+        """The visible block of each name, or None; touches nothing."""
+        return self._residents.find(names)
+
+    def blocks(self) -> Iterator[Resident]:
+        """All visible blocks."""
+        return iter(self._residents)
+
     def check_integrity(self) -> list[str]:
         """All violations found, as sentences; empty when sound."""
-        parents = [w.meta.parent for w in self._writing.values() if w.meta.parent is not None]
-        wrong = self._residents.violations(parents)
-        quarantined = [slot for entry in self._quarantine for slot in entry.slots]
-        ready = [r.slot for r in self._residents]
-        everywhere = [*self._free, *self._writing, *ready, *self._doomed, *quarantined]
-        if sorted(everywhere) != list(range(self.slots)):
-            wrong.append(
-                f"free {len(self._free)} + writing {len(self._writing)} + ready {len(ready)} + doomed "
-                f"{len(self._doomed)} + quarantined {len(quarantined)} are not each of the {self.slots} slots once"
-            )
-        wrong += self._quotas.violations(
-            [r.meta.tenant for r in self._residents] + [w.meta.tenant for w in self._writing.values()]
-        )
-        if self._writing_names != {w.meta.name for w in self._writing.values()}:
-            wrong.append("the names being written differ from the slots being written")
-        leases: dict[int, int] = {}
-        for owner, state in self._owners.items():
-            if state.writes != {slot for slot, w in self._writing.items() if w.owner == owner}:
-                wrong.append(f"owner {owner} and the slots being written disagree")
-            for resident in state.leases:
-                leases[id(resident)] = leases.get(id(resident), 0) + 1
-        for resident in [*self._residents, *self._doomed.values()]:
-            if resident.refs != leases.get(id(resident), 0):
-                wrong.append(f"slot {resident.slot}: {resident.refs} references, {leases.get(id(resident), 0)} leases")
-        return wrong
+        return violations(self)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -321,7 +311,7 @@ class HostTier:
             victim = self._residents.victim(now_s)
             if victim is None:
                 return None
-            self._remove(victim.meta.name, now_s)
+            self._remove(victim.meta.name, now_s, "evicted")
             self.counters.evictions += 1
         # A tenant below its limit got room from anybody; one at its limit has just made some itself.
         return self._free.popleft()
@@ -341,7 +331,7 @@ class HostTier:
         name = self._quotas.victim_of(tenant, now_s)
         if name is None:
             return False
-        self._remove(name, now_s)
+        self._remove(name, now_s, "quota")
         self.counters.quota_evictions += 1
         return True
 
@@ -349,7 +339,8 @@ class HostTier:
         resident = None if parent is None else self._residents.get(parent)
         return b"" if resident is None else resident.meta.tenant
 
-    def _remove(self, name: BlockName, now_s: float) -> None:
+    def _remove(self, name: BlockName, now_s: float, why: str) -> None:
+        self.on_gone(name, why)
         resident = self._residents.remove(name, now_s)
         self._quotas.count(resident.meta.tenant, -1)
         self.changes.remove(name)

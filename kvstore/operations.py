@@ -68,8 +68,8 @@ class StoreOperations(ABC):
             )
         )
 
-    def drop(self, names: Sequence[BlockName]) -> None:
-        self._call(wire.Drop(names=wire.pack_names(names)))
+    def drop(self, names: Sequence[BlockName], *, corrupt: bool = False) -> None:
+        self._call(wire.Drop(names=wire.pack_names(names), corrupt=corrupt))
 
     def pin(self, names: Sequence[BlockName], seconds: float) -> int:
         count: int = self._call(wire.Pin(names=wire.pack_names(names), seconds=seconds)).value

@@ -21,6 +21,8 @@ class Resident:
     refs: int
     digest: bytes = b""
     """Filled where a tier keeps digests."""
+    held_since_s: float = 0.0
+    """When `refs` last rose from 0."""
 
 
 class Residents:
@@ -78,6 +80,7 @@ class Residents:
             raise KeyError(f"block {name.hex()} is already here")
         self._by_name[name] = resident
         self.held += resident.refs > 0
+        resident.held_since_s = now_s
         self._policy.on_insert(resident.meta, now_s)
         self.adopt(resident.meta.parent, now_s)
         self._review(name, now_s)
@@ -91,7 +94,9 @@ class Residents:
         return resident
 
     def hold(self, resident: Resident, now_s: float) -> None:
-        self.held += resident.refs == 0
+        if not resident.refs:
+            self.held += 1
+            resident.held_since_s = now_s
         resident.refs += 1
         self._review(resident.meta.name, now_s)
 
@@ -107,6 +112,7 @@ class Residents:
         for resident in residents:
             if not resident.refs:
                 self.held += 1
+                resident.held_since_s = now_s
             resident.refs += 1
         offered = self._offered
         for resident in residents:

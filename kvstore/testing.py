@@ -66,6 +66,7 @@ class DaemonFixture:
         name: str = "node-0",
         redis_url: str = "",
         layout: SlabLayout = LAYOUT,
+        event_log: Path | None = None,
     ) -> None:
         self.slots = slots
         self.layout = layout
@@ -74,6 +75,7 @@ class DaemonFixture:
         self.lease_s = lease_s
         self.node_name = name
         self.redis_url = redis_url
+        self.event_log = event_log
         self.clients: list[NodeClient] = []
         self.process = self.start()
 
@@ -89,6 +91,7 @@ class DaemonFixture:
         ]
         command += ["--host-bytes", str(self.slots * self.layout.slot_bytes), "--shm-dir", str(SHM)]
         command += ["--name", self.node_name, "--arena-prefix", self.name, "--redis", self.redis_url]
+        command += ["--event-log", str(self.event_log or "")]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from headrace.kvstore.checksum import digest
 from headrace.kvstore.copiers import copier_for
+from headrace.kvstore.legs import legs
 from headrace.kvstore.pool import DevicePool
 
 __all__ = ["digest", "load_slab", "load_slabs", "store_slab", "store_slabs"]
@@ -14,13 +15,15 @@ def load_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryvie
     """Copy slab `views[i]` into device slot `slots[i]`. Fenced as `copiers.Copier` says. Raises ValueError before the
     first byte moves if a view is too short or a slot is outside the pool."""
     _check(pool, slots, views)
-    copier_for(pool).load(pool, slots, views)
+    with legs.copy("host_to_device", len(slots) * pool.layout.payload_bytes):
+        copier_for(pool).load(pool, slots, views)
 
 
 def store_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
     """Copy device slot `slots[i]` into slab `views[i]` (writable). Errors and fences as for `load_slabs`."""
     _check(pool, slots, views)
-    copier_for(pool).store(pool, slots, views)
+    with legs.copy("device_to_host", len(slots) * pool.layout.payload_bytes):
+        copier_for(pool).store(pool, slots, views)
 
 
 def load_slab(pool: DevicePool, slot: int, view: memoryview) -> None:

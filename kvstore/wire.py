@@ -39,6 +39,8 @@ class Welcome:
     """Path of the shared-memory file."""
     slots: int
     slot_bytes: int
+    payload_bytes: int = 0
+    """Bytes of a slot that a digest covers."""
 
 
 @message
@@ -69,6 +71,8 @@ class Count:
 @message
 class Lease:
     names: bytes
+    touch: bool = True
+    """False: it is no use of the blocks (a check of their bytes)."""
 
 
 @message
@@ -126,6 +130,8 @@ class AbortPut:
 @message
 class Drop:
     names: bytes
+    corrupt: bool = False
+    """Their bytes are not what was written."""
 
 
 @message
@@ -150,6 +156,25 @@ class SetQuota:
     tenant: bytes
     blocks: int
     """-1: the configured default."""
+
+
+@message
+class ListBlocks:
+    """Up to `limit` visible blocks of the host tier with a name above `after`, by name. Answered with BlockList."""
+
+    after: bytes
+    limit: int
+
+
+@message
+class BlockList:
+    """Parallel lists, one entry a block."""
+
+    names: bytes
+    slots: bytes
+    depths: bytes
+    leases: bytes
+    tenants: tuple[bytes, ...]
 
 
 @message

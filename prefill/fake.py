@@ -89,7 +89,7 @@ class MemoryStore:
             del self.writing[name]
             self._free.append(slot)
 
-    def drop(self, names: Sequence[BlockName]) -> None:
+    def drop(self, names: Sequence[BlockName], *, corrupt: bool = False) -> None:
         self._call()
         for name in names:
             if name in self.ready and name not in self.leases:

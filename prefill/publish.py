@@ -115,9 +115,9 @@ class Publisher:
         self.drop(dropped)
         prompt.writing, prompt.written = {}, set()
 
-    def drop(self, names: Sequence[BlockName]) -> None:
+    def drop(self, names: Sequence[BlockName], *, corrupt: bool = False) -> None:
         if names:
-            self._try(None, lambda: self._client.drop(names))
+            self._try(None, lambda: self._client.drop(names, corrupt=corrupt))
 
     def announce(self, added: Sequence[BlockName], removed: Sequence[BlockName]) -> None:
         self._try(None, lambda: self._client.announce(added, removed))

@@ -209,7 +209,7 @@ class Scheduler:
         wrong = [name for name in mine if name in bad]
         if wrong or not self._publisher.lease_valid():
             self._requeue(prompt)
-            self._publisher.drop(wrong)
+            self._publisher.drop(wrong, corrupt=True)
             return
         hit = prompt.device_hit + prompt.host_hit
         self._admission.complete(prompt, range(prompt.device_hit, hit))

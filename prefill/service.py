@@ -13,6 +13,7 @@ import grpc.aio
 from headrace import rpc
 from headrace.errors import HeadraceError
 from headrace.ids import Incarnation, Role
+from headrace.kvstore.legs import legs
 from headrace.messages import (
     BoxStatus,
     ErrorInfo,
@@ -81,7 +82,9 @@ class PrefillService:
 
 
 def box_status(group: PrefillGroup, hello: Hello) -> BoxStatus:
-    return BoxStatus(name=hello.name, incarnation=hello.incarnation, ready=group.alive, values=group.status())
+    return BoxStatus(
+        name=hello.name, incarnation=hello.incarnation, ready=group.alive, values=group.status() | legs.values()
+    )
 
 
 def prefill_hello(name: str, incarnation: Incarnation, fingerprint: bytes) -> Hello:

@@ -30,6 +30,7 @@ def main() -> int:
                 shm_dir=str(args.shm_dir),
                 host_policy=args.policy,
                 lease_s=args.lease_s,
+                event_log=args.event_log,
             ),
             directory_url=args.redis,
             arena_prefix=args.arena_prefix or args.name,
@@ -66,6 +67,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shm-dir", type=Path, default=Path(default.shm_dir))
     parser.add_argument("--policy", default=default.host_policy)
     parser.add_argument("--lease-s", type=float, default=default.lease_s)
+    parser.add_argument("--event-log", default="", help="file for what the store did, one JSON object a line")
     parser.add_argument("--arena-prefix", default="", help="start of the shared-memory file's name; empty: the node's")
     parser.add_argument("--redis", default="", help="URL of the Redis that holds the directory")
     return parser.parse_args()

@@ -3,6 +3,7 @@ messages, the fake client (`kvstore/fake.py`) calls it directly. Single-threaded
 """
 
 import dataclasses
+import heapq
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from headrace.ids import BlockName, Incarnation, SlotIndex
 from headrace.kvstore import wire
 from headrace.kvstore.checksum import DIGEST_BYTES
 from headrace.kvstore.daemon.events import HOST_PLACE, EventLog
+from headrace.kvstore.daemon.journal import Journal
 from headrace.kvstore.daemon.peers import PeerProcess
 from headrace.kvstore.host_tier import HostTier
 from headrace.kvstore.pins import Pins
@@ -31,6 +33,7 @@ class NodeFacts:
     arena: str
     slots: int
     slot_bytes: int
+    payload_bytes: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,6 +41,7 @@ class Session:
     """One connection after its Hello. `place` is set by its first announcement."""
 
     name: str
+    role: str
     owner: Incarnation
     peer: PeerProcess
     stores: bool
@@ -48,6 +52,8 @@ class Session:
 
 _NO_DIGEST = bytes(DIGEST_BYTES)
 LOOKER_ROLES = ("router", "tool")
+MAX_LISTED = 4096
+"""Blocks of one answer to ListBlocks."""
 
 
 class StoreCore:
@@ -59,6 +65,7 @@ class StoreCore:
         self.pins = Pins(tier, tier.clock)
         self.events = EventLog(facts.incarnation)
         self.on_change = on_change
+        self._journal: Journal | None = None
         self.constants: dict[str, float] = {"host_bytes": float(facts.slots * facts.slot_bytes)}
         """Values that do not change: sizes of what the node owns."""
         self._sessions: list[Session] = []
@@ -75,11 +82,17 @@ class StoreCore:
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
             wire.SetQuota: self._set_quota,
+            wire.ListBlocks: self._list_blocks,
             wire.Announce: self._announce,
             wire.EventsRequest: self._events_since,
             StatusRequest: self._status,
             FlushRequest: self._flush,
         }
+
+    def record(self, journal: Journal) -> None:
+        """Write what happens from now on into `journal`, which the caller closes."""
+        self._journal = journal
+        self.tier.on_gone = journal.gone
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -94,9 +107,11 @@ class StoreCore:
             )
         if any(s.stores and s.owner == hello.incarnation for s in self._sessions):
             raise IncompatiblePeer(f"{hello.name} {hello.incarnation} is attached twice")
-        session = Session(hello.name, hello.incarnation, peer, not looks)
+        session = Session(hello.name, hello.role, hello.incarnation, peer, not looks)
         if session.stores:
             self.tier.attach(session.owner)
+            if self._journal is not None:
+                self._journal.member(session.name, session.role, joined=True)
         self._sessions.append(session)
         return session, wire.Welcome(**dataclasses.asdict(self.facts))
 
@@ -108,6 +123,8 @@ class StoreCore:
         self._sessions.remove(session)
         if session.stores:
             self.tier.detach(session.owner, None if clean else self._writers(session))
+            if self._journal is not None:
+                self._journal.member(session.name, session.role, joined=False)
         others = any(s.place == session.place for s in self._sessions)
         if session.place and not others and self.events.end(session.place):
             self.on_change()
@@ -117,6 +134,8 @@ class StoreCore:
         self.pins.tick()
         expired = set(self.tier.tick())
         self._publish()
+        if self._journal is not None:
+            self._journal.flush()
         return [s for s in self._sessions if s.stores and s.owner in expired]
 
     def handle(self, session: Session, request: Any) -> Any:
@@ -176,18 +195,32 @@ class StoreCore:
         return wire.Done()
 
     def _match(self, session: Session, request: wire.Match) -> wire.Count:
-        return wire.Count(value=self.tier.match(wire.unpack_names(request.names)))
+        names = wire.unpack_names(request.names)
+        count = self.tier.match(names)
+        self._note_read(session, names, count)
+        return wire.Count(value=count)
 
     def _lease(self, session: Session, request: wire.Lease) -> wire.LeaseReply:
-        found = self.tier.lease(session.owner, wire.unpack_names(request.names))
+        names = wire.unpack_names(request.names)
+        if request.touch:
+            found = self.tier.lease(session.owner, names)
+            self._note_read(session, names, len(found) - found.count(None))
+        else:
+            found = [self.tier.pin(session.owner, name) for name in names]
         return wire.LeaseReply(
             slots=wire.pack_ints([-1 if r is None else r.slot for r in found]),
             digests=b"".join([_NO_DIGEST if r is None else r.digest for r in found]),
         )
 
     def _lease_leading(self, session: Session, request: wire.LeaseLeading) -> wire.LeaseReply:
-        run = self.tier.lease_leading(session.owner, wire.unpack_names(request.names))
+        names = wire.unpack_names(request.names)
+        run = self.tier.lease_leading(session.owner, names)
+        self._note_read(session, names, len(run))
         return wire.LeaseReply(slots=wire.pack_ints([r.slot for r in run]), digests=b"".join([r.digest for r in run]))
+
+    def _note_read(self, session: Session, names: list[BlockName], hit: int) -> None:
+        if self._journal is not None and session.stores and names:
+            self._journal.read(session.name, session.role, names, hit)
 
     def _release(self, session: Session, request: wire.Release) -> wire.Done:
         self.tier.release(session.owner, wire.unpack_names(request.names))
@@ -210,6 +243,9 @@ class StoreCore:
         wire.same_length(names, slots, digests)
         writes: list[tuple[BlockName, SlotIndex, bytes]] = list(zip(names, slots, digests))
         self.tier.commit_put(session.owner, writes, keep_lease=request.keep_lease)
+        if self._journal is not None and names:
+            first = next((r for r in self.tier.find(names[:1]) if r is not None), None)
+            self._journal.put(session.name, session.role, first.meta.parent if first else None, names)
         return wire.Done()
 
     def _abort_put(self, session: Session, request: wire.AbortPut) -> wire.Done:
@@ -221,7 +257,7 @@ class StoreCore:
     def _drop(self, session: Session, request: wire.Drop) -> wire.Done:
         names = wire.unpack_names(request.names)
         self.pins.unpin(names)
-        self.tier.drop(names)
+        self.tier.drop(names, corrupt=request.corrupt)
         return wire.Done()
 
     def _pin(self, session: Session, request: wire.Pin) -> wire.Count:
@@ -233,6 +269,17 @@ class StoreCore:
     def _set_quota(self, session: Session, request: wire.SetQuota) -> wire.Count:
         blocks = None if request.blocks < 0 else request.blocks
         return wire.Count(value=self.tier.set_quota(request.tenant, blocks))
+
+    def _list_blocks(self, session: Session, request: wire.ListBlocks) -> wire.BlockList:
+        above = (r for r in self.tier.blocks() if r.meta.name > request.after)
+        found = heapq.nsmallest(min(request.limit, MAX_LISTED), above, key=lambda r: r.meta.name)
+        return wire.BlockList(
+            names=wire.pack_names(r.meta.name for r in found),
+            slots=wire.pack_ints([r.slot for r in found]),
+            depths=wire.pack_ints([r.meta.depth for r in found]),
+            leases=wire.pack_ints([r.refs for r in found]),
+            tenants=tuple(r.meta.tenant for r in found),
+        )
 
     def _announce(self, session: Session, request: wire.Announce) -> wire.Done:
         session.place = session.name

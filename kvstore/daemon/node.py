@@ -11,6 +11,7 @@ from headrace.errors import ConfigError
 from headrace.ids import new_incarnation
 from headrace.kvstore.arena import Arena
 from headrace.kvstore.daemon.core import NodeFacts, StoreCore
+from headrace.kvstore.daemon.journal import Journal
 from headrace.kvstore.daemon.server import StoreServer
 from headrace.kvstore.directory.tasks import end
 from headrace.kvstore.host_tier import HostTier
@@ -46,6 +47,7 @@ class Node:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="node-daemon", daemon=True)
         self._arena: Arena | None = None
+        self._journal: Journal | None = None
         self._core: StoreCore | None = None
         self._server: StoreServer | None = None
         self._publisher: RedisPublisher | None = None
@@ -77,6 +79,7 @@ class Node:
             )
             self._core = StoreCore(self._facts(self._arena), tier)
             self._core.constants["host_huge_bytes"] = float(self._arena.huge_bytes())
+            self._record(self._core)
             self._call(self._listen(self._core))
         except BaseException:
             self.stop()
@@ -100,8 +103,18 @@ class Node:
             self._thread.join(STOP_TIMEOUT_S)
         if not self._loop.is_running():
             self._loop.close()
+        if self._journal is not None:
+            self._journal.close()
         if self._arena is not None:
             self._arena.close()
+
+    def _record(self, core: StoreCore) -> None:
+        store, facts = self._settings.store, core.facts
+        if store.event_log:
+            header: dict[str, object] = {"node": facts.node, "incarnation": facts.incarnation}
+            header |= {"slots": facts.slots, "slot_bytes": facts.slot_bytes}
+            self._journal = Journal(Path(store.event_log), header, store.event_log_bytes)
+            core.record(self._journal)
 
     async def _listen(self, core: StoreCore) -> None:
         server = StoreServer(core, self._settings.socket)
@@ -136,6 +149,7 @@ class Node:
             arena=str(arena.path),
             slots=arena.slots,
             slot_bytes=arena.slot_bytes,
+            payload_bytes=self._settings.layout.payload_bytes,
         )
 
 

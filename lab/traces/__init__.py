@@ -21,6 +21,7 @@ from headrace.lab.traces.options import ReadOptions
 
 _READERS = {
     "recorded": "headrace.lab.traces.recorded",
+    "store-log": "headrace.lab.traces.store_log",
     "weka": "headrace.lab.traces.weka",
     "aiperf": "headrace.lab.traces.aiperf",
     "mooncake": "headrace.lab.traces.mooncake",

@@ -23,6 +23,7 @@ COMMANDS = {
     "config": "print every setting with its documentation",
     "doctor": "what this machine has, and what would stop a start",
     "status": "ask a running service how it is",
+    "store": "look into a running service's KV store: stats, blocks, digests, quotas, pins",
     "generate": "complete a prompt in one process, without the service",
     "model": "plan a model's memory over the ranks of a deployment",
     "lab": "inspect a trace, simulate caches and the service, replay, benchmark",

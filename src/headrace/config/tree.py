@@ -108,6 +108,10 @@ class StoreConfig:
     )
     device_policy: str = setting("lru", "Eviction policy of the ranks' device tiers")
     write_policy: str = setting("through", "When a device block goes to the host tier", choices=("through",))
+    event_log: str = setting(
+        "", "File for what the store did, one JSON object a line; `headrace lab` replays it; empty: none is written"
+    )
+    event_log_bytes: int = setting(1 << 30, "Where the event log ends", unit="bytes", minimum=1 << 10)
     lease_s: float = setting(10.0, "Lifetime of a lease without heartbeat", unit="seconds", minimum=0.1)
     verify_share: float = setting(
         0.01, "Share of host loads whose digest is checked", unit="0..1", minimum=0.0, maximum=1.0
