@@ -17,7 +17,7 @@ from headrace.kvstore.tool import StoreTool
 from headrace.router.http.tenants import tenant_salt
 
 HELP = "Look into a running service's KV store: stats, blocks, digests; flush it, pin blocks, limit tenants."
-EXAMPLE = "headrace store top      headrace store ls --limit 20      headrace store quota --tenant alice --quota 5000"
+EXAMPLE = "headrace store ls --limit 20"
 LEAST_PREFIX = 8
 
 
