@@ -75,7 +75,16 @@ class Leased(NamedTuple):
     digest: bytes
     """XXH3-128 of the payload, 16 bytes."""
     tier: Tier
-    """Tier that the daemon had it in when the lease was asked for."""
+    """Where it was before somebody asked for it: DISK or PEER for the first lease after a `promote`, then HOST."""
+
+
+class Coming(NamedTuple):
+    """What became of a wish for blocks that lie below the host tier."""
+
+    ready: int
+    """Leading blocks that are readable now."""
+    coming: int
+    """Blocks right after those that are on their way up: ask again soon. 0: nothing to wait for."""
 
 
 class PutOutcome:
@@ -128,6 +137,17 @@ class StoreClient(Protocol):
 
     def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
         """`match` and `lease` in one call: a read lease on each block of the leading run, none beyond it."""
+        ...
+
+    def promote(self, names: Sequence[BlockName]) -> Coming:
+        """Ask the daemon to bring what lower tiers and other nodes have of these into the host tier; never waits for
+        it. What has come is kept a moment for a `lease`, whose `tier` says where it came from. Call it again, every few
+        ms, while something is coming; a transfer that fails or is too late stops being counted as coming."""
+        ...
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether `promote` can ever bring anything."""
         ...
 
     def release(self, names: Sequence[BlockName]) -> None: ...
@@ -218,9 +238,11 @@ class Placement:
     """How many leading blocks of a prompt each place holds."""
 
     host_blocks: dict[str, int]
-    """node name -> leading blocks readable there in host tier (or below)"""
+    """node name -> leading blocks in its host tier"""
     device_blocks: dict[str, int]
     """rank name ("prefill-0", "decode-0.1") -> leading blocks in its device tier"""
+    stored_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+    """node name -> leading blocks in its host or disk tier; only nodes whose disk makes the run longer"""
 
 
 class Directory(Protocol):

@@ -66,6 +66,11 @@ class NodeClient(StoreOperations):
         arena = self._arena
         return "" if arena is None else str(arena.path)
 
+    @property
+    def has_lower_tiers(self) -> bool:
+        connection = self._connection
+        return connection is not None and connection.welcome.lower_tiers
+
     def lease_valid(self) -> bool:
         return self._connection is not None and time.monotonic() - self._renewed_s < self._lease_s
 

@@ -88,6 +88,10 @@ class FakeClient(StoreOperations):
     def arena(self) -> str:
         return self._node.core.facts.arena
 
+    @property
+    def has_lower_tiers(self) -> bool:
+        return self._node.core.facts.lower_tiers
+
     def lease_valid(self) -> bool:
         return self._session is not None and self._node.clock() - self._renewed_s < self._node.core.facts.lease_s
 

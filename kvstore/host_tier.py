@@ -26,6 +26,7 @@ from headrace.kvstore.quotas import Quotas
 from headrace.kvstore.residents import Resident, Residents
 
 Write = tuple[BlockName, SlotIndex, bytes]
+MayWrite = Callable[[], bool]
 
 
 class HostTier:
@@ -47,8 +48,8 @@ class HostTier:
         self.slots = slots
         self.counters = HostCounters()
         self.changes = ChangeSet()
-        self.on_gone: Callable[[BlockName, str], None] = lambda name, why: None
-        """Told of every visible block that goes, and why: evicted, quota, expired, dropped, corrupt, flushed."""
+        self.on_gone: list[Callable[[BlockName, str], None]] = []
+        """Told of visible blocks that go, and why: evicted, demoted, quota, expired, dropped, corrupt, flushed."""
         self._slot_bytes = slot_bytes
         self._policy = policy
         self._lease_s = lease_s
@@ -74,7 +75,7 @@ class HostTier:
         """Heartbeat. Raises LeaseExpired for an owner that is not attached (any more)."""
         self._owner(owner).deadline_s = self._clock() + self._lease_s
 
-    def detach(self, owner: Incarnation, may_write: Callable[[], bool] | None = None) -> None:
+    def detach(self, owner: Incarnation, may_write: MayWrite | None = None) -> None:
         """The client is gone: its leases end. Without `may_write` it has said that it no longer writes, and its
         unfinished slots are free; else they are quarantined until the grace is over and `may_write()` is False."""
         gone = self._owners.pop(owner, None)
@@ -127,6 +128,15 @@ class HostTier:
         run = self._residents.leading(names)
         self._take_leases(owner, run, len(names))
         return run
+
+    def pin(self, owner: Incarnation, name: BlockName) -> Resident | None:
+        """As `lease` of one block, but no use of it: for copies to a lower tier."""
+        resident = self._residents.get(name)
+        if resident is not None:
+            leases = self._owner(owner).leases
+            self._residents.hold(resident, self._clock())
+            leases.add([resident])
+        return resident
 
     def release(self, owner: Incarnation, names: Sequence[BlockName]) -> None:
         """Give back one lease of this owner on each block. A block it has no lease on is left alone and counted: no
@@ -190,15 +200,22 @@ class HostTier:
             self.changes.add(name)
         self.counters.puts += len(writes)
 
-    def abort_put(self, owner: Incarnation, writes: Sequence[tuple[BlockName, SlotIndex]]) -> None:
-        """The writer has stopped writing; the slots are free. Slots that are not its own writes are left alone."""
+    def abort_put(
+        self, owner: Incarnation, writes: Sequence[tuple[BlockName, SlotIndex]], may_write: MayWrite | None = None
+    ) -> None:
+        """The slots are free, or, with `may_write`, quarantined until it is False: a copy that was given up may still
+        be running. Slots that are not the owner's own writes are left alone."""
         state, now = self._owner(owner), self._clock()
-        for name, slot in writes:
-            if self._is_write(owner, name, slot):
-                self._forget_write(slot, now)
-                state.writes.discard(slot)
-                self._free.append(SlotIndex(int(slot)))
-                self.counters.aborted += 1
+        mine = [SlotIndex(int(slot)) for name, slot in writes if self._is_write(owner, name, slot)]
+        for slot in mine:
+            self._forget_write(slot, now)
+            state.writes.discard(slot)
+        self.counters.aborted += len(mine)
+        if may_write is None:
+            self._free.extend(mine)
+        elif mine:
+            self._quarantine.append(Quarantine(mine, now, may_write))
+            self.counters.quarantined += len(mine)
 
     # --- removing ---------------------------------------------------------------------------------------------------
 
@@ -211,14 +228,12 @@ class HostTier:
                 self.counters.dropped += 1
                 self.counters.corrupt += corrupt
 
-    def pin(self, owner: Incarnation, name: BlockName) -> Resident | None:
-        """As `lease` of one block, but no use of it: for copies to a lower tier."""
-        resident = self._residents.get(name)
-        if resident is not None:
-            leases = self._owner(owner).leases
-            self._residents.hold(resident, self._clock())
-            leases.add([resident])
-        return resident
+    def evict(self, name: BlockName) -> bool:
+        """Make room ahead of need. False if the block is held, has children here, or is gone."""
+        if goes := self._residents.may_go(name):
+            self._remove(name, self._clock(), "demoted")
+            self.counters.evictions += 1
+        return goes
 
     def set_quota(self, tenant: bytes, blocks: int | None) -> int:
         """Limit a tenant, None: to the default; evicts what it has beyond that and nothing holds. Returns how many
@@ -243,12 +258,19 @@ class HostTier:
         """All visible names."""
         return [r.meta.name for r in self._residents]
 
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def coldest(self) -> Resident | None:
+        """The block that would be evicted next."""
+        return self._residents.victim(self._clock())
+
     def leases_of(self, owner: Incarnation) -> int:
         state = self._owners.get(owner)
         return len(state.leases) if state else 0
 
     def stats(self) -> dict[str, float]:
-        quarantined = sum(len(q.slots) for q in self._quarantine)
         gauges = {
             "slots": self.slots,
             "free": len(self._free),
@@ -257,7 +279,7 @@ class HostTier:
             "leased": self._residents.held + len(self._doomed),
             "evictable": self._residents.evictable,
             "doomed": len(self._doomed),
-            "quarantined": quarantined,
+            "quarantined": sum(len(q.slots) for q in self._quarantine),
             "clients": len(self._owners),
             "oldest_lease_s": oldest_lease_s(self._owners.values(), self._clock()),
         }
@@ -340,7 +362,8 @@ class HostTier:
         return b"" if resident is None else resident.meta.tenant
 
     def _remove(self, name: BlockName, now_s: float, why: str) -> None:
-        self.on_gone(name, why)
+        for told in self.on_gone:
+            told(name, why)
         resident = self._residents.remove(name, now_s)
         self._quotas.count(resident.meta.tenant, -1)
         self.changes.remove(name)

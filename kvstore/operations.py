@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.ids import BlockName, SlotIndex, Tier
 from headrace.kvstore import wire
-from headrace.kvstore.base import Leased
+from headrace.kvstore.base import Coming, Leased
 from headrace.messages import BoxStatus, StatusRequest
 
 
@@ -34,6 +34,10 @@ class StoreOperations(ABC):
 
     def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
         return _leases(names, self._call(wire.LeaseLeading(names=wire.pack_names(names))))
+
+    def promote(self, names: Sequence[BlockName]) -> Coming:
+        reply = self._call(wire.Promote(names=wire.pack_names(names), urgent=True))
+        return Coming(reply.ready, reply.coming)
 
     def release(self, names: Sequence[BlockName]) -> None:
         self._call(wire.Release(names=wire.pack_names(names)))
@@ -100,4 +104,5 @@ class StoreOperations(ABC):
 
 def _leases(names: Sequence[BlockName], reply: wire.LeaseReply) -> list[Leased]:
     slots, digests = wire.unpack_slots(reply.slots), wire.unpack_digests(reply.digests)
-    return list(map(Leased._make, zip(names, slots, digests, repeat(Tier.HOST))))
+    tiers = map(wire.TIERS.__getitem__, reply.tiers) if reply.tiers else repeat(Tier.HOST)
+    return list(map(Leased._make, zip(names, slots, digests, tiers)))

@@ -51,6 +51,10 @@ class Residents:
     def evictable(self) -> int:
         return len(self._offered)
 
+    def has_children(self, name: BlockName) -> bool:
+        """Whether a block of this tier, or one being written, names it as parent."""
+        return name in self._children
+
     def may_go(self, name: BlockName) -> bool:
         """It is here, nothing holds it and no block here names it as parent."""
         return name in self._offered

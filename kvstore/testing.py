@@ -67,9 +67,12 @@ class DaemonFixture:
         redis_url: str = "",
         layout: SlabLayout = LAYOUT,
         event_log: Path | None = None,
+        settings: Sequence[str] = (),
     ) -> None:
+        """`settings`: "store.field=value" each."""
         self.slots = slots
         self.layout = layout
+        self.settings = settings
         self.socket = directory / "node.sock"
         self.name = f"hrtest-{os.getpid()}-{directory.name}"
         self.lease_s = lease_s
@@ -92,6 +95,8 @@ class DaemonFixture:
         command += ["--host-bytes", str(self.slots * self.layout.slot_bytes), "--shm-dir", str(SHM)]
         command += ["--name", self.node_name, "--arena-prefix", self.name, "--redis", self.redis_url]
         command += ["--event-log", str(self.event_log or "")]
+        for setting in self.settings:
+            command += ["--set", setting]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from headrace.errors import IncompatiblePeer
-from headrace.ids import BlockName, Incarnation, SlotIndex
+from headrace.ids import BlockName, Incarnation, SlotIndex, Tier
 from headrace.kvstore.base import WriteSlot, ticket_of
 from headrace.kvstore.checksum import DIGEST_BYTES
 from headrace.kvstore.names import NAME_BYTES
@@ -39,6 +39,8 @@ class Welcome:
     """Path of the shared-memory file."""
     slots: int
     slot_bytes: int
+    lower_tiers: bool
+    """Whether blocks can come up from below."""
     payload_bytes: int = 0
     """Bytes of a slot that a digest covers."""
 
@@ -88,6 +90,24 @@ class LeaseReply:
 
     slots: bytes
     digests: bytes
+    tiers: bytes = b""
+    """Index into TIERS a name; empty: all from the host tier."""
+
+
+TIERS = (Tier.HOST, Tier.DISK, Tier.PEER)
+
+
+@message
+class Promote:
+    names: bytes
+    urgent: bool
+    """A request waits for it."""
+
+
+@message
+class ComingReply:
+    ready: int
+    coming: int
 
 
 @message

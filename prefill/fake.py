@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.errors import DaemonUnavailable, LeaseExpired
 from headrace.ids import BlockName, Incarnation, Namespace, RequestId, SlotIndex, Tier
-from headrace.kvstore.base import Leased, PutOutcome
+from headrace.kvstore.base import Coming, Leased, PutOutcome
 from headrace.kvstore.device_index import DeviceIndex
 from headrace.kvstore.names import chain
 from headrace.kvstore.policies import make_policy
@@ -37,6 +37,11 @@ class MemoryStore:
         self.ready: dict[BlockName, tuple[SlotIndex, bytes]] = {}
         self.leases: dict[BlockName, int] = {}
         self.writing: dict[BlockName, SlotIndex] = {}
+        self.below: dict[BlockName, bytes] = {}
+        """Digests of blocks on a disk; each `promote` brings one up, with whatever bytes its slot has."""
+        self.promotes = True
+        """False: what is below stays there, and is for ever coming."""
+        self._came: set[BlockName] = set()
         self._free = [SlotIndex(i) for i in range(slots)]
         self._memory = memory if memory is not None else bytearray(slots * slot_bytes)
         self._slot_bytes = slot_bytes
@@ -56,8 +61,26 @@ class MemoryStore:
             entry = self.ready.get(name)
             if entry is not None:
                 self.leases[name] = self.leases.get(name, 0) + 1
-            found.append(None if entry is None else Leased(name, entry[0], entry[1], Tier.HOST))
+            tier = Tier.DISK if name in self._came else Tier.HOST
+            self._came.discard(name)
+            found.append(None if entry is None else Leased(name, entry[0], entry[1], tier))
         return found
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        return bool(self.below)
+
+    def promote(self, names: Sequence[BlockName]) -> Coming:
+        self._call()
+        ready = self.match(names)
+        coming = next((i for i, name in enumerate(names[ready:]) if name not in self.below), len(names) - ready)
+        if coming and self.promotes:
+            slot = SlotIndex(self._begin(names[ready]))
+            del self.writing[names[ready]]
+            self.ready[names[ready]] = (slot, self.below[names[ready]])
+            self._came.add(names[ready])
+            ready, coming = ready + 1, coming - 1
+        return Coming(ready, coming)
 
     def lease_leading(self, names: Sequence[BlockName]) -> list[Leased]:
         return [leased for leased in self.lease(names[: self.match(names)]) if leased is not None]

@@ -43,6 +43,13 @@ class Prompt:
     """Blocks found in the device tier."""
     host_hit: int = 0
     """Blocks after those, found in the host tier."""
+    came: dict[Tier, int] = dataclasses.field(default_factory=dict)
+    """Of the host hits, how many came up from a lower tier for this prompt."""
+    promoting_since_s: float | None = None
+    """When blocks were first asked for from below."""
+    ask_again_s: float = 0.0
+    promote_s: float = 0.0
+    """How long it waited for those that came."""
     restores: list[Leased] = dataclasses.field(default_factory=list)
     fresh: list[SlotIndex] = dataclasses.field(default_factory=list)
     """Slots to clear before the next chunk."""
@@ -106,8 +113,11 @@ class Prompt:
     def cached_tokens(self) -> dict[str, int]:
         """By tier; the sum is min(hit, L - 1): the last row is always computed."""
         total = min(self.hit_tokens, self.length - 1)
-        device = min(self.device_hit * BLOCK_TOKENS, total)
-        return {Tier.DEVICE.value: device, Tier.HOST.value: total - device}
+        tokens = {Tier.DEVICE.value: min(self.device_hit * BLOCK_TOKENS, total), Tier.HOST.value: 0}
+        for tier, blocks in self.came.items():
+            tokens[tier.value] = min(blocks * BLOCK_TOKENS, total - sum(tokens.values()))
+        tokens[Tier.HOST.value] += total - sum(tokens.values())
+        return tokens
 
     def answer(self, now_s: float) -> PrefillDone:
         """What the router gets. The first token is sampled and, with a handover, the tail has run."""
@@ -127,7 +137,7 @@ class Prompt:
             finish_reason=self.finish_reason,
             cached_tokens=self.cached_tokens(),
             handover=handover,
-            queue_s=self.admitted_s - self.submitted_s,
-            restore_s=self.restore_s,
+            queue_s=self.admitted_s - self.submitted_s - self.promote_s,
+            restore_s=self.promote_s + self.restore_s,
             compute_s=now_s - self.admitted_s - self.restore_s,
         )

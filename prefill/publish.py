@@ -12,7 +12,7 @@ from typing import TypeVar
 from headrace.errors import DaemonUnavailable, LeaseExpired
 from headrace.ids import BlockName, SlotIndex
 from headrace.kernels.formats import BLOCK_TOKENS
-from headrace.kvstore.base import Leased, PutOutcome
+from headrace.kvstore.base import Coming, Leased, PutOutcome
 from headrace.prefill.base import NodeStore
 from headrace.prefill.plan import StorePlan
 from headrace.prefill.prompt import Prompt, Stage
@@ -38,6 +38,14 @@ class Publisher:
         found = self._lease(prompt.names)
         prompt.pins = {i for i, leased in enumerate(found) if leased is not None}
         return found
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        return not self.lost and self._client.has_lower_tiers
+
+    def promote(self, names: Sequence[BlockName]) -> Coming:
+        """Have what lies below the host tier brought up; nothing is coming while the daemon is lost."""
+        return self._try(Coming(0, 0), lambda: self._client.promote(names))
 
     def plan(self, prompts: Iterable[Prompt], complete: dict[int, int]) -> list[StorePlan]:
         """Stores for this step. `complete` by `id(prompt)`: blocks complete at the end of the step's compute, private

@@ -159,4 +159,5 @@ def limits_of(config: Config, spec: ModelSpec, layout: SlabLayout) -> Limits:
         host_blocks=config.store.host_bytes // layout.slot_bytes,
         max_context=context,
         vocab_size=spec.vocab_size,
+        promote_wait_s=config.store.promote_wait_s,
     )

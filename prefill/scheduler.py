@@ -39,6 +39,8 @@ class Limits:
     max_context: int
     """Longest prompt the model takes, tokens."""
     vocab_size: int
+    promote_wait_s: float = 5.0
+    """Longest that a prompt waits for blocks from below the host tier."""
 
 
 class Scheduler:
@@ -53,7 +55,7 @@ class Scheduler:
         self.counters = Counters()
         self._index, self._client, self._limits, self._clock = index, client, limits, clock
         self._publisher = Publisher(client, ranks)
-        self._admission = Admission(index, self._publisher, limits.draft_rows)
+        self._admission = Admission(index, self._publisher, limits.draft_rows, promote_wait_s=limits.promote_wait_s)
         self._prompts: dict[RequestId, Prompt] = {}
         self._arrivals = 0
         self._step = 0

@@ -1,6 +1,7 @@
 """What a placement is predicted to take, learnt from what placements took. Pure arithmetic, seconds and blocks.
 
-prefill time = fixed + new tokens x compute + host blocks x restore; both lines are fitted online from PrefillDone.
+prefill time = fixed + new tokens x compute + restored blocks x restore + blocks of those that come from disk or another
+node x promote; all rates are fitted online from PrefillDone.
 The start values only matter until the first few prompts; they are a CPU running the nano model.
 """
 
@@ -13,6 +14,8 @@ START_COMPUTE_S = 1e-3
 """Seconds per new prompt token."""
 START_RESTORE_S = 1e-3
 """Seconds per block of 64 tokens restored from the host tier to a device."""
+START_PROMOTE_S = 4e-3
+"""Seconds per block that first has to come from below the host tier: 3.5 MB from a disk of 0.9 GB/s."""
 START_STEP_S = 0.02
 """Seconds of one decode step."""
 FORGET = 0.98
@@ -64,6 +67,8 @@ class PromptWork:
 
     new_tokens: int
     restore_blocks: int
+    promote_blocks: int = 0
+    """Of those, how many have to come up from below the host tier first."""
 
 
 class CostModel:
@@ -72,13 +77,15 @@ class CostModel:
     def __init__(self) -> None:
         self.compute = LineFit(START_FIXED_S, START_COMPUTE_S, 2048.0)
         self.restore_s = START_RESTORE_S
+        self.promote_s = START_PROMOTE_S
         self.step_s = START_STEP_S
         self.error = 0.0
         """Smoothed |predicted - measured| / measured of the prefill time (queue not counted)."""
         self.observations = 0
 
     def prefill_s(self, work: PromptWork) -> float:
-        return self.compute.predict(work.new_tokens) + self.restore_s * work.restore_blocks
+        moved_s = self.restore_s * work.restore_blocks + self.promote_s * work.promote_blocks
+        return self.compute.predict(work.new_tokens) + moved_s
 
     def decode_s(self, missing_blocks: int, sequences: int) -> float:
         """Until the second token: pull what the rank lacks, then one step among `sequences` others."""
@@ -92,7 +99,10 @@ class CostModel:
             self.error += share * (abs(predicted_s - measured) / measured - self.error)
         self.observations += 1
         self.compute.learn(work.new_tokens, compute_s)
-        if work.restore_blocks and restore_s >= 0:
+        if work.promote_blocks and restore_s >= 0:
+            promoting_s = max(0.0, restore_s - self.restore_s * work.restore_blocks)
+            self.promote_s += (1 - FORGET) * 5 * (promoting_s / work.promote_blocks - self.promote_s)
+        elif work.restore_blocks and restore_s >= 0:
             self.restore_s += (1 - FORGET) * 5 * (restore_s / work.restore_blocks - self.restore_s)
 
     def learn_step(self, step_s: float) -> None:

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from headrace.ids import Tier
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.messages import BoxStatus, PrefillDone
 from headrace.router.base import Demand, Ticket
@@ -46,17 +47,24 @@ class Metrics:
         self.prediction_error = gauge("placement_prediction_error_ratio", "Smoothed |predicted - measured| / measured")
         self.compute_rate = gauge("placement_compute_seconds_per_token", "Fitted prefill cost of a new token")
         self.restore_rate = gauge("placement_restore_seconds_per_block", "Fitted cost of restoring a block")
+        self.promote_rate = gauge(
+            "placement_promote_seconds_per_block", "Fitted cost of bringing a block from disk or another node"
+        )
 
     # engine observer
 
     def prefilled(self, ticket: Ticket, demand: Demand, done: PrefillDone) -> None:
         cached = sum(done.cached_tokens.values())
-        restored = cached - done.cached_tokens.get("device", 0)
-        work = PromptWork(max(0, demand.prompt_tokens - cached), -(-restored // BLOCK_TOKENS))
+        restored = cached - done.cached_tokens.get(Tier.DEVICE, 0)
+        promoted = restored - done.cached_tokens.get(Tier.HOST, 0)
+        work = PromptWork(
+            max(0, demand.prompt_tokens - cached), -(-restored // BLOCK_TOKENS), -(-promoted // BLOCK_TOKENS)
+        )
         self._costs.learn_prefill(ticket.predicted_prefill_s, work, done.restore_s, done.compute_s)
         self.prediction_error.set(self._costs.error)
         self.compute_rate.set(self._costs.compute.slope)
         self.restore_rate.set(self._costs.restore_s)
+        self.promote_rate.set(self._costs.promote_s)
 
     def stepped(self, drafted: int, accepted: int, since_last_s: float) -> None:
         self._costs.learn_step(since_last_s)

@@ -146,8 +146,12 @@ class Placer:
         """What the group would do, and how many prompt tokens nobody would compute."""
         device = max(found.device_blocks.get(group, 0), self._burst_blocks(group, demand, now))
         host = max(found.host_blocks.values(), default=0)
-        cached = min(max(device, host) * BLOCK_TOKENS, demand.prompt_tokens - 1)
-        return PromptWork(demand.prompt_tokens - cached, max(0, host - device)), cached
+        stored = max(host, max(found.stored_blocks.values(), default=0))
+        cached = min(max(device, stored) * BLOCK_TOKENS, demand.prompt_tokens - 1)
+        work = PromptWork(
+            demand.prompt_tokens - cached, max(0, stored - device), max(0, stored - max(host, device))
+        )  # fmt: skip
+        return work, cached
 
     def _burst_blocks(self, group: str, demand: Demand, now: float) -> int:
         """Leading blocks that the group is computing right now for a sibling."""

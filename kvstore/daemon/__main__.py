@@ -8,7 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
-from headrace.config import StoreConfig
+from headrace.config import StoreConfig, load_config
 from headrace.errors import HeadraceError
 from headrace.kvstore.daemon.node import Node, NodeSettings
 from headrace.kvstore.layout import SlabLayout
@@ -17,25 +17,11 @@ from headrace.kvstore.layout import SlabLayout
 def main() -> int:
     """Prints one JSON line with socket and incarnation when it serves."""
     args = _arguments()
-    layout = json.loads(args.layout)
-    node = Node(
-        NodeSettings(
-            name=args.name,
-            socket=args.socket,
-            layout=SlabLayout(**{**layout, "full_layers": tuple(layout["full_layers"])}),
-            fingerprint=bytes.fromhex(args.fingerprint),
-            store=dataclasses.replace(
-                StoreConfig(),
-                host_bytes=args.host_bytes,
-                shm_dir=str(args.shm_dir),
-                host_policy=args.policy,
-                lease_s=args.lease_s,
-                event_log=args.event_log,
-            ),
-            directory_url=args.redis,
-            arena_prefix=args.arena_prefix or args.name,
-        )
-    )
+    try:
+        node = Node(_settings(args))
+    except HeadraceError as error:
+        print(error, file=sys.stderr)
+        return 1
     # Not a blocked signal and sigwait: libraries started threads before this line, and one that does not block the
     # signal would end the process while the main thread is not waiting yet.
     woken, waker = socket.socketpair()
@@ -54,6 +40,26 @@ def main() -> int:
     return 0
 
 
+def _settings(args: argparse.Namespace) -> NodeSettings:
+    layout = json.loads(args.layout)
+    return NodeSettings(
+        name=args.name,
+        socket=args.socket,
+        layout=SlabLayout(**{**layout, "full_layers": tuple(layout["full_layers"])}),
+        fingerprint=bytes.fromhex(args.fingerprint),
+        store=dataclasses.replace(
+            load_config(overrides=args.set).store,
+            host_bytes=args.host_bytes,
+            shm_dir=str(args.shm_dir),
+            host_policy=args.policy,
+            lease_s=args.lease_s,
+            event_log=args.event_log,
+        ),
+        directory_url=args.redis,
+        arena_prefix=args.arena_prefix or args.name,
+    )
+
+
 def _arguments() -> argparse.Namespace:
     default = StoreConfig()
     parser = argparse.ArgumentParser(prog="headrace.kvstore.daemon", description=__doc__)
@@ -70,6 +76,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--event-log", default="", help="file for what the store did, one JSON object a line")
     parser.add_argument("--arena-prefix", default="", help="start of the shared-memory file's name; empty: the node's")
     parser.add_argument("--redis", default="", help="URL of the Redis that holds the directory")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="store.FIELD=VALUE", help="any other setting of the store"
+    )
     return parser.parse_args()
 
 

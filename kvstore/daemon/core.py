@@ -5,18 +5,20 @@ messages, the fake client (`kvstore/fake.py`) calls it directly. Single-threaded
 import dataclasses
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.errors import HeadraceError, IncompatiblePeer
-from headrace.ids import BlockName, Incarnation, SlotIndex
+from headrace.ids import BlockName, Incarnation, Role, SlotIndex, Tier
 from headrace.kvstore import wire
 from headrace.kvstore.checksum import DIGEST_BYTES
 from headrace.kvstore.daemon.events import HOST_PLACE, EventLog
 from headrace.kvstore.daemon.journal import Journal
+from headrace.kvstore.daemon.lower import LowerTiers
 from headrace.kvstore.daemon.peers import PeerProcess
 from headrace.kvstore.host_tier import HostTier
 from headrace.kvstore.pins import Pins
+from headrace.kvstore.residents import Resident
 from headrace.messages import BoxStatus, ErrorInfo, FlushDone, FlushRequest, Hello, StatusRequest
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class NodeFacts:
     slots: int
     slot_bytes: int
     payload_bytes: int = 0
+    lower_tiers: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -59,10 +62,17 @@ MAX_LISTED = 4096
 class StoreCore:
     """`on_change` is called when new events are in the log."""
 
-    def __init__(self, facts: NodeFacts, tier: HostTier, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        facts: NodeFacts,
+        tier: HostTier,
+        on_change: Callable[[], None] = lambda: None,
+        lower: LowerTiers | None = None,
+    ) -> None:
         self.facts = facts
         self.tier = tier
         self.pins = Pins(tier, tier.clock)
+        self.lower = lower
         self.events = EventLog(facts.incarnation)
         self.on_change = on_change
         self._journal: Journal | None = None
@@ -74,6 +84,7 @@ class StoreCore:
             wire.Match: self._match,
             wire.Lease: self._lease,
             wire.LeaseLeading: self._lease_leading,
+            wire.Promote: self._promote,
             wire.Release: self._release,
             wire.BeginPut: self._begin_put,
             wire.CommitPut: self._commit_put,
@@ -92,7 +103,7 @@ class StoreCore:
     def record(self, journal: Journal) -> None:
         """Write what happens from now on into `journal`, which the caller closes."""
         self._journal = journal
-        self.tier.on_gone = journal.gone
+        self.tier.on_gone.append(journal.gone)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -132,6 +143,8 @@ class StoreCore:
     def tick(self) -> list[Session]:
         """Regular upkeep; returns sessions whose lease ended: the server closes their connections."""
         self.pins.tick()
+        if self.lower is not None:
+            self.lower.tick()
         expired = set(self.tier.tick())
         self._publish()
         if self._journal is not None:
@@ -162,6 +175,8 @@ class StoreCore:
         for place in self.events.places():
             if place != HOST_PLACE:
                 values[f"device_blocks{{rank={place}}}"] = float(self.events.held(place))
+        if self.lower is not None:
+            values |= self.lower.values()
         values["events_total"] = float(self.events.last)
         values["sessions"] = float(len(self._sessions))
         return values
@@ -184,10 +199,14 @@ class StoreCore:
         return may_write
 
     def _publish(self) -> None:
+        news = False
         if self.tier.changes:
             added, removed = self.tier.changes.take()
-            if self.events.change(HOST_PLACE, added, removed):
-                self.on_change()
+            news = self.events.change(HOST_PLACE, added, removed)
+        if self.lower is not None:
+            news |= self.lower.publish(self.events)
+        if news:
+            self.on_change()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -210,13 +229,37 @@ class StoreCore:
         return wire.LeaseReply(
             slots=wire.pack_ints([-1 if r is None else r.slot for r in found]),
             digests=b"".join([_NO_DIGEST if r is None else r.digest for r in found]),
+            tiers=self._tiers(session, found),
         )
 
     def _lease_leading(self, session: Session, request: wire.LeaseLeading) -> wire.LeaseReply:
         names = wire.unpack_names(request.names)
         run = self.tier.lease_leading(session.owner, names)
         self._note_read(session, names, len(run))
-        return wire.LeaseReply(slots=wire.pack_ints([r.slot for r in run]), digests=b"".join([r.digest for r in run]))
+        return wire.LeaseReply(
+            slots=wire.pack_ints([r.slot for r in run]),
+            digests=b"".join([r.digest for r in run]),
+            tiers=self._tiers(session, run),
+        )
+
+    def _tiers(self, session: Session, leased: Sequence[Resident | None]) -> bytes:
+        if self.lower is None:
+            return b""
+        names = [resident.meta.name for resident in leased if resident is not None]
+        came = self.lower.leased(names)
+        if session.role != Role.DECODE:
+            # A decode rank fetches what a prefill has just used.
+            self.lower.used(names)
+        if not came:
+            return b""
+        return bytes(wire.TIERS.index(came.get(r.meta.name, Tier.HOST) if r else Tier.HOST) for r in leased)
+
+    def _promote(self, session: Session, request: wire.Promote) -> wire.ComingReply:
+        names = wire.unpack_names(request.names)
+        if self.lower is None:
+            return wire.ComingReply(ready=self.tier.match(names), coming=0)
+        ready, coming = self.lower.promote(names, urgent=request.urgent)
+        return wire.ComingReply(ready=ready, coming=coming)
 
     def _note_read(self, session: Session, names: list[BlockName], hit: int) -> None:
         if self._journal is not None and session.stores and names:
@@ -246,6 +289,8 @@ class StoreCore:
         if self._journal is not None and names:
             first = next((r for r in self.tier.find(names[:1]) if r is not None), None)
             self._journal.put(session.name, session.role, first.meta.parent if first else None, names)
+        if self.lower is not None:
+            self.lower.used(names)
         return wire.Done()
 
     def _abort_put(self, session: Session, request: wire.AbortPut) -> wire.Done:
@@ -258,6 +303,8 @@ class StoreCore:
         names = wire.unpack_names(request.names)
         self.pins.unpin(names)
         self.tier.drop(names, corrupt=request.corrupt)
+        if self.lower is not None:
+            self.lower.drop(names)
         return wire.Done()
 
     def _pin(self, session: Session, request: wire.Pin) -> wire.Count:
@@ -294,7 +341,8 @@ class StoreCore:
         return BoxStatus(name=self.facts.node, incarnation=self.facts.incarnation, ready=True, values=self.values())
 
     def _flush(self, session: Session, request: FlushRequest) -> FlushDone:
-        return FlushDone(blocks=self.tier.flush())
+        flushed = self.tier.flush()
+        return FlushDone(blocks=flushed + (self.lower.flush() if self.lower is not None else 0))
 
 
 def _write_slots(request: wire.CommitPut | wire.AbortPut) -> list[SlotIndex]:

@@ -10,6 +10,7 @@ from headrace.ids import BlockName, Incarnation
 from headrace.kvstore.wire import Events, PlaceChange, pack_names
 
 HOST_PLACE = "host"
+DISK_PLACE = "disk"
 
 
 class EventLog:

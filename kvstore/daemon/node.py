@@ -11,7 +11,9 @@ from headrace.errors import ConfigError
 from headrace.ids import new_incarnation
 from headrace.kvstore.arena import Arena
 from headrace.kvstore.daemon.core import NodeFacts, StoreCore
+from headrace.kvstore.daemon.disk import make_disk_side
 from headrace.kvstore.daemon.journal import Journal
+from headrace.kvstore.daemon.lower import LowerTiers
 from headrace.kvstore.daemon.server import StoreServer
 from headrace.kvstore.directory.tasks import end
 from headrace.kvstore.host_tier import HostTier
@@ -77,7 +79,7 @@ class Node:
                 lease_s=store.lease_s,
                 quotas=quotas_of(policy, store.host_policy, slots, store.tenant_share),
             )
-            self._core = StoreCore(self._facts(self._arena), tier)
+            self._core = self._call(self._build(tier))
             self._core.constants["host_huge_bytes"] = float(self._arena.huge_bytes())
             self._record(self._core)
             self._call(self._listen(self._core))
@@ -97,7 +99,7 @@ class Node:
     def stop(self) -> None:
         """Close every connection and remove socket and arena. May be called in any state."""
         if self._thread.is_alive():
-            if self._server is not None:
+            if self._core is not None:
                 self._call(self._close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
@@ -115,6 +117,13 @@ class Node:
             header |= {"slots": facts.slots, "slot_bytes": facts.slot_bytes}
             self._journal = Journal(Path(store.event_log), header, store.event_log_bytes)
             core.record(self._journal)
+
+    async def _build(self, tier: HostTier) -> StoreCore:
+        arena, store, layout = self._arena, self._settings.store, self._settings.layout
+        assert arena is not None
+        disk = make_disk_side(store, self._settings.name, self._settings.fingerprint, layout)
+        lower = LowerTiers(tier, arena.slot, disk) if disk is not None else None
+        return StoreCore(self._facts(arena, lower is not None), tier, lower=lower)
 
     async def _listen(self, core: StoreCore) -> None:
         server = StoreServer(core, self._settings.socket)
@@ -136,11 +145,13 @@ class Node:
             await self._publisher.close()
         if self._server is not None:
             await self._server.stop()
+        if self._core is not None and self._core.lower is not None:
+            await self._core.lower.close()
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(STOP_TIMEOUT_S)
 
-    def _facts(self, arena: Arena) -> NodeFacts:
+    def _facts(self, arena: Arena, lower_tiers: bool) -> NodeFacts:
         return NodeFacts(
             node=self._settings.name,
             incarnation=self.incarnation,
@@ -150,6 +161,7 @@ class Node:
             slots=arena.slots,
             slot_bytes=arena.slot_bytes,
             payload_bytes=self._settings.layout.payload_bytes,
+            lower_tiers=lower_tiers,
         )
 
 
@@ -158,4 +170,5 @@ async def _values(core: StoreCore) -> dict[str, float]:
 
 
 async def _violations(core: StoreCore) -> list[str]:
-    return core.tier.check_integrity()
+    below = core.lower.check_integrity() if core.lower is not None else []
+    return core.tier.check_integrity() + below

@@ -1,18 +1,22 @@
 """Where blocks are, in memory: sets of names per node and place, fed with events. Pure, single-threaded.
 
+A node's host and disk tier also count as one place, STORED: what a prompt can get from the node without computing.
+
 One dict from name to a bit set of places: a lookup walks the prompt once and narrows the set of places that have had
 every block so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from headrace.ids import BlockName
 from headrace.kvstore.base import Placement
-from headrace.kvstore.daemon.events import HOST_PLACE
+from headrace.kvstore.daemon.events import DISK_PLACE, HOST_PLACE
 from headrace.kvstore.wire import Events, unpack_names
 
 Place = tuple[str, str]
 """(node, place on it)"""
+STORED = "host or disk"
+_STORES = (HOST_PLACE, DISK_PLACE)
 
 
 class PlaceIndex:
@@ -39,14 +43,15 @@ class PlaceIndex:
     def change(self, place: Place, added: Sequence[BlockName], removed: Sequence[BlockName]) -> None:
         if place not in self._held:
             self._held[place] = set()
-            self._place_bit[place] = _free_bit(set(self._place_bit.values()))
-        bit, held, bits = self._place_bit[place], self._held[place], self._bits
+            self._bit_of(place)
+        held, bits = self._held[place], self._bits
+        # With STORED's bit, if that is a place of its own here: only a node with a disk tier has it.
+        bit = self._place_bit[place] | self._stored_bit(place)
         for name in added:
             held.add(name)
             bits[name] = bits.get(name, 0) | bit
-        for name in removed:
-            held.discard(name)
-            self._clear(name, bit)
+        self._remove(place, removed)
+        held.difference_update(removed)
 
     def forget(self, node: str) -> None:
         for place in [p for p in self._held if p[0] == node]:
@@ -68,15 +73,19 @@ class PlaceIndex:
         if left > 0:
             run[left] = blocks
         host: dict[str, int] = {}
+        stored: dict[str, int] = {}
         device: dict[str, int] = {}
         for (node, place), bit in self._place_bit.items():
             for mask, length in run.items():
                 if mask & bit:
                     if place == HOST_PLACE:
                         host[node] = length
-                    else:
+                    elif place == STORED:
+                        stored[node] = length
+                    elif place != DISK_PLACE:
                         device[place] = max(length, device.get(place, 0))
-        return Placement(host, device)
+        deeper = {node: length for node, length in stored.items() if length > host.get(node, 0)}
+        return Placement(host, device, deeper)
 
     def held(self, place: Place) -> set[BlockName]:
         """Names known in one place."""
@@ -90,12 +99,35 @@ class PlaceIndex:
         held = self._held.pop(place, None)
         if held is None:
             return
-        bit = self._place_bit.pop(place)
-        for name in held:
-            self._clear(name, bit)
+        self._remove(place, held)
+        del self._place_bit[place]
+        if place[1] == DISK_PLACE:
+            # Without a disk, what is stored is what the host tier has.
+            bit = self._place_bit.pop((place[0], STORED))
+            for name in self._held.get((place[0], HOST_PLACE), ()):
+                self._clear(name, bit)
 
-    def _clear(self, name: BlockName, bit: int) -> None:
-        left = self._bits.get(name, 0) & ~bit
+    def _remove(self, place: Place, names: Iterable[BlockName]) -> None:
+        """Clear the place's bit, and STORED's where the node's other tier does not have the block either."""
+        node, kind = place
+        bit, stored = self._place_bit[place], self._stored_bit(place)
+        other = self._place_bit.get((node, HOST_PLACE if kind == DISK_PLACE else DISK_PLACE), 0)
+        for name in names:
+            self._clear(name, bit if self._bits.get(name, 0) & other else bit | stored)
+
+    def _stored_bit(self, place: Place) -> int:
+        return self._place_bit.get((place[0], STORED), 0) if place[1] in _STORES else 0
+
+    def _bit_of(self, place: Place) -> None:
+        """Give a new place its bit; a node's first disk tier makes STORED a place."""
+        self._place_bit[place] = _free_bit(set(self._place_bit.values()))
+        if place[1] == DISK_PLACE:
+            bit = self._place_bit[(place[0], STORED)] = _free_bit(set(self._place_bit.values()))
+            for name in self._held.get((place[0], HOST_PLACE), ()):
+                self._bits[name] |= bit
+
+    def _clear(self, name: BlockName, bits: int) -> None:
+        left = self._bits.get(name, 0) & ~bits
         if left:
             self._bits[name] = left
         else:

@@ -70,6 +70,64 @@ def test_a_host_hit_is_restored_before_it_is_computed_on():
     assert house.store.announced == set(house.index.names())
 
 
+def computed_once(house, length):
+    """The prompt's full blocks lie on a disk and nowhere else."""
+    house.submit("a", prompt(length))
+    house.drain()
+    house.scheduler.close(RequestId("a"))
+    house.scheduler.flush()
+    names = chain(ROOT, np.array(prompt(length), dtype="<u4").tobytes())
+    house.store.below = {name: house.store.ready[name][1] for name in names}
+    house.store.drop(names)
+    return names
+
+
+def test_a_prompt_waits_for_blocks_that_come_up_from_disk():
+    house = House()
+    names = computed_once(house, 200)
+    house.submit("b", prompt(200))
+    assert house.step() is None, "two blocks are still coming"
+    house.drain()
+    answer = house.answers["b"]
+    assert answer.cached_tokens == {"device": 0, "host": 0, "disk": 192}
+    assert answer.restore_s > answer.queue_s
+    assert house.value("computed_tokens_total") == 200 + 8
+    house.scheduler.close(RequestId("b"))
+    house.scheduler.flush()
+    house.store.below = {}
+    house.submit("c", prompt(200))
+    house.drain()
+    assert house.answers["c"].cached_tokens == {"device": 0, "host": 192}, names
+
+
+def test_a_prompt_does_not_wait_for_ever_for_what_is_below():
+    house = House()
+    computed_once(house, 200)
+    house.store.promotes = False
+    house.submit("b", prompt(200))
+    began = house.now_s
+    house.drain(1000)
+    assert house.answers["b"].cached_tokens == {"device": 0, "host": 0}
+    assert 5.0 <= house.now_s - began < 5.5
+    house.scheduler.close(RequestId("b"))
+    house.check_all_given_back()
+
+
+def test_others_pass_a_prompt_that_waits_for_a_disk():
+    house = House()
+    computed_once(house, 200)
+    house.store.promotes = False
+    house.submit("b", prompt(200))
+    house.submit("c", prompt(100, seed=5))
+    for _ in range(20):
+        house.step()
+    assert "c" in house.answers
+    assert "b" not in house.answers
+    house.scheduler.close(RequestId("b"))
+    house.scheduler.close(RequestId("c"))
+    house.check_all_given_back()
+
+
 def test_a_corrupt_host_block_is_dropped_and_recomputed():
     house = House()
     house.submit("a", prompt(200))

@@ -15,8 +15,9 @@ from headrace.router.placement import GroupLoad, Place, Placer
 
 
 class FixedDirectory:
-    def __init__(self, host: int = 0, device: dict[str, int] | None = None) -> None:
-        self.answer = Placement(host_blocks={"node-0": host}, device_blocks=device or {})
+    def __init__(self, host: int = 0, device: dict[str, int] | None = None, stored: int = 0) -> None:
+        deeper = {"node-0": stored} if stored > host else {}
+        self.answer = Placement(host_blocks={"node-0": host}, device_blocks=device or {}, stored_blocks=deeper)
 
     async def start(self) -> None: ...
 
@@ -64,6 +65,29 @@ async def test_a_device_hit_is_worth_waiting_for_only_so_long() -> None:
     assert {p.prefill for p in others} == {"prefill-1"}
     placer.groups["prefill-1"].pending_s = 100.0
     assert (await placer.place(demand(1000, seed=3))).prefill == "prefill-0"
+
+
+async def test_blocks_on_disk_count_as_hits_and_cost_more_than_blocks_in_the_host_tier() -> None:
+    tokens = 64 * 40
+    cold, host, disk = [
+        await make(directory, groups=1, blocks=1000).place(demand(tokens))
+        for directory in (FixedDirectory(), FixedDirectory(host=40), FixedDirectory(host=10, stored=40))
+    ]
+    assert (cold.predicted_cached_tokens, host.predicted_cached_tokens) == (0, tokens - 1)
+    assert disk.predicted_cached_tokens == tokens - 1
+    assert host.predicted_prefill_s < disk.predicted_prefill_s < cold.predicted_prefill_s
+    # What is on the device already need not come up.
+    near = await make(FixedDirectory(device={"prefill-0": 40}, stored=40), groups=1, blocks=1000).place(demand(tokens))
+    assert near.predicted_prefill_s < host.predicted_prefill_s
+
+
+def test_the_cost_of_coming_up_is_learnt_beside_that_of_restoring() -> None:
+    costs = CostModel()
+    for blocks in range(1, 200):
+        costs.learn_prefill(0.1, PromptWork(100, blocks), 0.002 * blocks, 0.1)
+        costs.learn_prefill(0.1, PromptWork(100, blocks, blocks // 2), 0.002 * blocks + 0.01 * (blocks // 2), 0.1)
+    assert costs.restore_s == pytest.approx(0.002, rel=0.05)
+    assert costs.promote_s == pytest.approx(0.01, rel=0.1)
 
 
 async def test_decode_goes_where_the_conversation_is() -> None:

@@ -15,7 +15,8 @@ def setting(
     names: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that `headrace config` can document and `load` can check. Bounds are inclusive.
-    `names`: besides a choice the value may be a mapping of some of these names to choices, kept as `name=choice,...`."""
+    `names`: besides a choice the value may be a mapping of some of these names to choices, kept as `name=choice,...`.
+    """
     meta = {"doc": doc, "unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum, "names": names}
     return dataclasses.field(default=default, metadata=meta)
 

@@ -112,6 +112,29 @@ class StoreConfig:
         "", "File for what the store did, one JSON object a line; `headrace lab` replays it; empty: none is written"
     )
     event_log_bytes: int = setting(1 << 30, "Where the event log ends", unit="bytes", minimum=1 << 10)
+    disk_bytes: int = setting(0, "Disk tier of a node; 0: none", unit="bytes", minimum=0)
+    disk_dir: str = setting(
+        "", "Directory of the disk tier's file `<node>.slabs`, which outlives the service; needed with disk_bytes"
+    )
+    disk_policy: str = setting("lru", "Eviction policy of the disk tier")
+    disk_write_policy: str = setting(
+        "through",
+        "When a host block goes to disk. `through`: as soon as the filter admits it; `through_selective:<n>`: after n "
+        "hits; `back`: when the host tier needs its slot",
+    )
+    disk_admit_uses: int = setting(
+        2, "Blocks used (put or hit) less often never go to disk; 1: no filter", minimum=1, maximum=255
+    )
+    disk_depth: int = setting(4, "Transfers to or from the disk at once", minimum=1, maximum=64)
+    disk_timeout_s: float = setting(
+        2.0, "A transfer that takes longer is given up: the request recomputes", unit="seconds", minimum=0.01
+    )
+    disk_retry_s: float = setting(
+        5.0, "Pause between probes of a disk tier that was switched off", unit="seconds", minimum=0.05
+    )
+    promote_wait_s: float = setting(
+        5.0, "Longest that a prompt waits for blocks from disk or from other nodes", unit="seconds", minimum=0.0
+    )
     lease_s: float = setting(10.0, "Lifetime of a lease without heartbeat", unit="seconds", minimum=0.1)
     verify_share: float = setting(
         0.01, "Share of host loads whose digest is checked", unit="0..1", minimum=0.0, maximum=1.0
