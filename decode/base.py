@@ -27,6 +27,8 @@ class DecodeOptions:
     """Requests waiting beyond that."""
     draft_tokens: int
     """Drafts a step verifies at most; 0: speculation off."""
+    adaptive: bool = False
+    """Draft fewer when fewer pay (draft_length.py)."""
     context_tokens: int
     """Longest prompt + answer of the model."""
     strict: bool = False
@@ -85,6 +87,9 @@ class Source:
     """Which block of the sequence, 0 for its first 64 tokens."""
 
 
+LABELS = {"restored_tokens_total": "tier", "drafted_at_total": "position", "accepted_at_total": "position"}
+
+
 @dataclasses.dataclass(slots=True)
 class Counters:
     """Totals of one rank since it started; the names are those of BoxStatus.values."""
@@ -105,14 +110,26 @@ class Counters:
     restored_tokens_total: dict[str, int] = dataclasses.field(
         default_factory=lambda: {Tier.DEVICE.value: 0, Tier.HOST.value: 0}
     )
+    drafted_at_total: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Verified drafts by their place in the step, from 1. Those behind a rejected one count: they were computed."""
+    accepted_at_total: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def count(self, tokens: int, drafted: int, accepted: int) -> None:
+        """One sequence's share of a step."""
+        self.emitted_tokens_total += tokens
+        self.drafted_total += drafted
+        self.accepted_total += accepted
+        for at in range(1, drafted + 1):
+            self.drafted_at_total[at] = self.drafted_at_total.get(at, 0) + 1
+            self.accepted_at_total[at] = self.accepted_at_total.get(at, 0) + (at <= accepted)
 
     def values(self) -> dict[str, float]:
-        """Flat, with the tier as a label."""
+        """Flat; the keys of a dictionary are labels."""
         flat: dict[str, float] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                flat |= {f"{field.name}{{tier={tier}}}": float(count) for tier, count in value.items()}
+                flat |= {f"{field.name}{{{LABELS[field.name]}={key}}}": float(count) for key, count in value.items()}
             else:
                 flat[field.name] = float(value)
         return flat

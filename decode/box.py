@@ -123,5 +123,6 @@ def _options(config: Any, spec: ModelSpec) -> DecodeOptions:
         max_queued=config.decode.max_queued,
         draft_tokens=config.decode.draft_tokens if spec.has_mtp else 0,
         context_tokens=context_tokens,
+        adaptive=config.decode.adaptive_drafts,
         strict=config.decode.admission == "strict",
     )

@@ -1,11 +1,11 @@
 """How the ranks of a group stay in step: one control exchange before a step, one inside it, a bell when all are idle.
 
-Before a step every rank tells how many rows it verifies, how many drafts it wants and whether it is leaving; so all
-know the row counts of the verify phase, and that all run it or none. How many rows the extend and each draft step have
-depends on what was accepted, so a second exchange follows the sampling. (The alternative, running the extend on all
-verify rows with rejected ones masked, saves that exchange of about 0.1 ms but computes up to 1 + n rows for each one
-that counts, and lets rejected rows reach the expert exchange. Exact counts keep every row that is not a token of
-somebody's answer, or a draft of it, out of the model.)
+Before a step every rank tells how many sequences and rows it verifies, how many drafts it would make and whether it is
+leaving; so all know the row counts of the verify phase, and that all run it or none. How many rows the extend and each
+draft step have depends on what was accepted, so a second exchange follows the sampling. (The alternative, running the
+extend on all verify rows with rejected ones masked, saves that exchange of about 0.1 ms but computes up to 1 + n rows
+for each one that counts, and lets rejected rows reach the expert exchange. Exact counts keep every row that is not a
+token of somebody's answer, or a draft of it, out of the model.)
 """
 
 import select
@@ -31,6 +31,7 @@ class Plan(NamedTuple):
 
     verify: list[int]  # rows of each rank
     draft_tokens: int  # drafts to make for the next step
+    sequences: int  # of all ranks
     stop: bool  # the group ends now
 
     @property
@@ -85,11 +86,13 @@ class Lockstep:
     def __init__(self, control: Control) -> None:
         self.control = control
 
-    def agree(self, *, verify: int, draft_tokens: int, leaving: bool, stop_now: bool) -> Plan:
-        """First exchange. The group ends when every rank is leaving, or as soon as one must stop now."""
-        rows = self.control.gather([verify, draft_tokens, int(leaving), int(stop_now)])
-        stop = all(row[2] for row in rows) or any(row[3] for row in rows)
-        return Plan([row[0] for row in rows], max(row[1] for row in rows), stop)
+    def agree(self, *, verify: int, sequences: int, draft_tokens: int, leaving: bool, stop_now: bool) -> Plan:
+        """First exchange. The rank with the most rows says how many drafts are made (it has measured most); the group
+        ends when every rank is leaving, or as soon as one must stop now."""
+        rows = self.control.gather([verify, draft_tokens, sequences, int(leaving), int(stop_now)])
+        stop = all(row[3] for row in rows) or any(row[4] for row in rows)
+        drafts = max(rows, key=lambda row: row[0])[1]
+        return Plan([row[0] for row in rows], drafts, sum(row[2] for row in rows), stop)
 
     def agree_tail(self, extend: int, drafts: Seq[int]) -> Tail:
         """Second exchange: this rank's extend rows, and its rows in draft steps 1, 2, ... (at most 7)."""

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from headrace.decode.base import Bell, Counters, DecodeOptions, Sink, StreamId
+from headrace.decode.draft_length import DraftLength
 from headrace.decode.join import Job, Reconnected, StoreWorker
 from headrace.decode.lockstep import Lockstep, Plan
 from headrace.decode.requests import Requests
 from headrace.decode.scheduler import Scheduler
 from headrace.decode.sequence import Sequence
-from headrace.decode.step import StepRunner
+from headrace.decode.step import Outcome, StepRunner
 from headrace.errors import HeadraceError, RankLost
 from headrace.ids import RequestId
 from headrace.messages import DecodeRequest
@@ -55,6 +56,8 @@ class DecodeRank:
         self._requests = Requests(scheduler, self._worker, self.counters, options)
         self._inbox: deque[Callable[[], None]] = deque()
         self._group_idle = True
+        self._group_sequences = 0
+        self._drafting = DraftLength(options.draft_tokens)
         self._told = (False, False)
         self._gauges: dict[str, float] = {}
         self._refreshed = 0.0
@@ -168,7 +171,8 @@ class DecodeRank:
         self._told = (self._may_leave(), self._stop_now)
         plan = self._lockstep.agree(
             verify=sum(1 + len(s.drafts) for s in sequences),
-            draft_tokens=self.options.draft_tokens if sequences else 0,
+            sequences=len(sequences),
+            draft_tokens=self._draft_tokens() if sequences else 0,
             leaving=self._told[0],
             stop_now=self._told[1],
         )
@@ -178,9 +182,25 @@ class DecodeRank:
         self._hurry(plan)
         if not plan.idle:
             self.counters.steps_total += 1
-            self._requests.settle(self._runner.run(sequences, plan), self.counters.steps_total)
+            self._requests.settle(self._step(sequences, plan), self.counters.steps_total)
             self._refresh(0.05)
         return True
+
+    def _step(self, sequences: list[Sequence], plan: Plan) -> list[Outcome]:
+        started = time.perf_counter()
+        outcomes = self._runner.run(sequences, plan)
+        self._group_sequences = plan.sequences
+        self._drafting.took(sum(plan.verify), max(0, plan.draft_tokens - 1), time.perf_counter() - started)
+        for outcome in outcomes:
+            if outcome.emission is not None:
+                self._drafting.accepted(outcome.emission.drafted, outcome.emission.accepted)
+        return outcomes
+
+    def _draft_tokens(self) -> int:
+        """Drafts this rank would make in the step that is about to begin."""
+        if not self.options.adaptive:
+            return self.options.draft_tokens
+        return self._drafting.choose(max(1, self._group_sequences))
 
     def _collect(self) -> list[Sequence]:
         """Act on the inbox, admit, and return the sequences of the next step."""
@@ -214,6 +234,7 @@ class DecodeRank:
             "running": self._scheduler.num_held,
             "queued": self._scheduler.num_waiting,
             "parked": self._scheduler.num_parked,
+            "draft_tokens": self._drafting.current,
             "device_free_blocks": index.num_slots - held,
             "device_cached_blocks": index.num_slots - held - index.free_count,
         }

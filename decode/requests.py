@@ -19,7 +19,7 @@ from headrace.decode.join import (
     restored_tokens,
 )
 from headrace.decode.scheduler import Scheduler
-from headrace.decode.sequence import Emission, ParkedBlocks, Phase, Sequence
+from headrace.decode.sequence import ParkedBlocks, Phase, Sequence
 from headrace.decode.step import Outcome
 from headrace.errors import CapacityError, EngineError, HeadraceError, InputError, RankLost
 from headrace.ids import RequestId
@@ -182,7 +182,7 @@ class Requests:
                 self._fail(sequence, _as_headrace(outcome.error))
                 continue
             self._publish(sequence)
-            self._count(emission)
+            self._counters.count(len(emission.tokens), emission.drafted, emission.accepted)
             if sequence.finish_reason is not None:
                 self._scheduler.remove(sequence)
                 self._scheduler.lengths.add(sequence.output_index)
@@ -200,11 +200,6 @@ class Requests:
         for stream, parts in messages.items():
             ended = [part.request_id for part in parts if part.finish_reason is not None]
             self._put(stream, StepTokens(step=step, sequences=tuple(parts)), ended)
-
-    def _count(self, emission: Emission) -> None:
-        self._counters.drafted_total += emission.drafted
-        self._counters.accepted_total += emission.accepted
-        self._counters.emitted_tokens_total += len(emission.tokens)
 
     def _publish(self, sequence: Sequence) -> None:
         """Name the blocks that became full, and have them written through to the host tier."""

@@ -56,8 +56,8 @@ def wanted(model: Any, request: dict[str, Any]) -> list[int]:
     return MonoEngine(model).generate(request["prompt"], SamplingParams(**request["params"]), 4).tokens[1:]
 
 
-@pytest.mark.parametrize("drafts", [0, 4])
-def test_two_ranks_give_the_tokens_of_one(tmp_path, model, make_prompt, drafts):
+@pytest.mark.parametrize(("drafts", "adaptive"), [(0, False), (4, False), (4, True)])
+def test_two_ranks_give_the_tokens_of_one(tmp_path, model, make_prompt, drafts, adaptive):
     requests = [
         {
             "id": f"{length}-{temperature}",
@@ -69,22 +69,23 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path, model, make_prompt, drafts):
         for temperature in (0.0, 0.9)
         for at, length in enumerate((1, 63, 64, 65, 127, 128, 129))
     ]
-    results = run_group(tmp_path, {"world": 2, "drafts": drafts, "requests": requests})
+    results = run_group(tmp_path, {"world": 2, "drafts": drafts, "adaptive": adaptive, "requests": requests})
     tokens = results[0]["tokens"] | results[1]["tokens"]
     for request in requests:
         assert tokens[request["id"]] == wanted(model, request), request["id"]
 
 
-def test_one_request_on_many_ranks(tmp_path, model, make_prompt):
+@pytest.mark.parametrize("world", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_one_request_on_many_ranks(tmp_path, model, make_prompt, world):
+    """All ranks sleep, and would for a minute: the bell has to wake them."""
     request = {
         "id": "a", "rank": 1, "prompt": make_prompt(100), "params": {"max_tokens": 20, "temperature": 0.0},
         "delay_s": 1.2, "alone": True,
     }  # fmt: skip
-    results = run_group(tmp_path, {"world": 3, "drafts": 4, "requests": [request]})
+    results = run_group(tmp_path, {"world": world, "drafts": 4, "idle_s": 60.0, "requests": [request]})
     assert results[1]["tokens"]["a"] == wanted(model, request)
     assert results[1]["status"]["collectives_total"] > 0
-    # All ranks slept; the bell wakes them long before their half second is over.
-    assert results[1]["first_token_s"]["a"] < 0.3
+    assert results[1]["first_token_s"]["a"] < 30
 
 
 def test_ranks_that_finish_abort_and_fail_in_the_same_steps(tmp_path, agreeing_model, make_prompt):

@@ -40,23 +40,30 @@ def in_ranks(size: int, body) -> list[Any]:
 def test_all_ranks_get_the_same_plan():
     def body(rank, control):
         lockstep = Lockstep(control)
-        plan = lockstep.agree(verify=[5, 0, 3][rank], draft_tokens=[2, 0, 4][rank], leaving=rank == 1, stop_now=False)
+        plan = lockstep.agree(
+            verify=[5, 0, 3][rank],
+            sequences=[2, 0, 1][rank],
+            draft_tokens=[2, 0, 4][rank],
+            leaving=rank == 1,
+            stop_now=False,
+        )
         tail = lockstep.agree_tail([4, 0, 1][rank], [[1, 1], [], [1, 0, 0]][rank])
         return plan, tail
 
     plans = in_ranks(3, body)
     assert all(one == plans[0] for one in plans)
     plan, tail = plans[0]
-    assert (plan.verify, plan.draft_tokens, plan.stop, plan.idle) == ([5, 0, 3], 4, False, False)
+    assert (plan.verify, plan.draft_tokens, plan.sequences) == ([5, 0, 3], 2, 3), "the busiest rank says how many"
+    assert (plan.stop, plan.idle) == (False, False)
     assert (tail.extend, tail.drafts) == ([4, 0, 1], [[1, 0, 1], [1, 0, 0]])
 
 
 def test_the_group_ends_when_all_leave_or_one_must():
     def body(rank, control):
         lockstep = Lockstep(control)
-        some = lockstep.agree(verify=0, draft_tokens=0, leaving=rank == 0, stop_now=False)
-        every = lockstep.agree(verify=0, draft_tokens=0, leaving=True, stop_now=False)
-        now = lockstep.agree(verify=2, draft_tokens=0, leaving=False, stop_now=rank == 1)
+        some = lockstep.agree(verify=0, sequences=0, draft_tokens=0, leaving=rank == 0, stop_now=False)
+        every = lockstep.agree(verify=0, sequences=0, draft_tokens=0, leaving=True, stop_now=False)
+        now = lockstep.agree(verify=2, sequences=1, draft_tokens=0, leaving=False, stop_now=rank == 1)
         return some.stop, every.stop, now.stop
 
     assert in_ranks(2, body) == [(False, True, True)] * 2

@@ -77,6 +77,7 @@ class DecodeConfig:
     dp: int = setting(2, "Ranks of a group: requests are data-parallel over them, experts sharded", minimum=1)
     device_blocks: int = setting(1024, "Device tier of a rank", unit="blocks of 64 tokens", minimum=8)
     draft_tokens: int = setting(4, "Draft tokens per step; 0 switches speculation off", minimum=0, maximum=8)
+    adaptive_drafts: bool = setting(True, "Draft fewer than draft_tokens when measured acceptance and load say it pays")
     admission: str = setting(
         "predicted",
         "What a request reserves: the answer it is expected to give (who then finds no room is parked in the host "

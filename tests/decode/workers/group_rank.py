@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from headrace.decode import rank as rank_module
 from headrace.decode.assemble import make_rank
 from headrace.decode.base import DecodeOptions
 from headrace.decode.fake import FakePrefill, ListSink, MemoryStore
@@ -22,6 +23,16 @@ from headrace.model.testing import tiny_model, tiny_spec
 def ended(sink: ListSink, request_id: str) -> bool:
     gone = [kind for kind in (Aborted, Refused, SequenceFailed) if sink.of(kind, request_id)]
     return bool(gone or sink.finish_reason(request_id))
+
+
+def options_of(scenario: dict) -> DecodeOptions:
+    return DecodeOptions(
+        max_running=8,
+        max_queued=8,
+        draft_tokens=scenario["drafts"],
+        context_tokens=4096,
+        adaptive=scenario.get("adaptive", False),
+    )
 
 
 def main(scenario: dict, rank: int) -> dict:
@@ -40,12 +51,13 @@ def main(scenario: dict, rank: int) -> dict:
         model=shard,
         pool=pool,
         client=store,
-        options=DecodeOptions(max_running=8, max_queued=8, draft_tokens=scenario["drafts"], context_tokens=4096),
+        options=options_of(scenario),
         exchange=GroupExchange(),
         control=GroupControl(dist.new_group(backend="gloo")),
     )
     sink = ListSink()
     stream = engine.open_stream(sink)
+    rank_module.IDLE_S = scenario.get("idle_s", rank_module.IDLE_S)
     engine.start()
     mine = [request for request in scenario["requests"] if request["rank"] == rank]
     prefill = FakePrefill(whole, store)
