@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 from headrace.kvstore.checksum import digest
 from headrace.kvstore.copiers import copier_for
+from headrace.kvstore.copiers.ahead import Loaded, Loading
 from headrace.kvstore.legs import legs
 from headrace.kvstore.pool import DevicePool
 
-__all__ = ["digest", "load_slab", "load_slabs", "store_slab", "store_slabs"]
+__all__ = ["begin_load", "digest", "load_slab", "load_slabs", "store_slab", "store_slabs"]
 
 
 def load_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
@@ -17,6 +18,25 @@ def load_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryvie
     _check(pool, slots, views)
     with legs.copy("host_to_device", len(slots) * pool.layout.payload_bytes):
         copier_for(pool).load(pool, slots, views)
+
+
+def begin_load(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview], groups: int) -> Loading:
+    """As `load_slabs`, layer-ahead: see `copiers.Copier.begin_load`. Counted as a leg when it is finished."""
+    _check(pool, slots, views)
+    if not slots:
+        return Loaded(pool)
+    return _Counted(copier_for(pool).begin_load(pool, slots, views, groups), len(slots) * pool.layout.payload_bytes)
+
+
+class _Counted:
+    def __init__(self, loading: Loading, size: int) -> None:
+        self.latent, self.index = loading.latent, loading.index
+        self._loading, self._size = loading, size
+
+    def finish(self) -> float:
+        seconds = self._loading.finish()
+        legs.add("host_to_device", self._size, seconds)
+        return seconds
 
 
 def store_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:

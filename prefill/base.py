@@ -5,7 +5,7 @@ acknowledgements into one `StepOutcome` and gives it back to the scheduler. Noth
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,18 @@ class StepExchange(Exchange, Protocol):
         ...
 
 
+class Restoring(Protocol):
+    """Restores of one step under way. What reads planes through `latent` and `index` waits for its bytes alone."""
+
+    latent: Any
+    index: Any
+
+    def finish(self) -> list[int]:
+        """Wait for all of them, once, whatever happened meanwhile. Returns the indices of restores whose bytes are not
+        there or (checked on a share of them) do not have their digest."""
+        ...
+
+
 class Slabs(Protocol):
     """Moves whole blocks between this rank's pool and host slots. Fenced: a store sees what was computed before it, a
     load is complete for what is computed after it."""
@@ -41,8 +53,9 @@ class Slabs(Protocol):
         """The next loads and stores are of this host tier. False: this rank cannot reach it now, do neither."""
         ...
 
-    def load(self, restores: Sequence[RestorePlan]) -> list[int]:
-        """Returns the indices of restores whose bytes (checked on a share of them) do not have their digest."""
+    def begin_load(self, restores: Sequence[RestorePlan], *, reachable: bool) -> "Restoring":
+        """Start copying; on every rank of the group, with equal restores, also on one that cannot reach the host
+        tier."""
         ...
 
     def store(self, stores: Sequence[StorePlan]) -> list[bytes]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.errors import HeadraceError
 from headrace.ids import RequestId
 from headrace.kvstore.pool import DevicePool
-from headrace.model.base import LanguageModel, MtpOutput, StepRows
+from headrace.model.base import CachePlanes, LanguageModel, MtpOutput, StepRows
 from headrace.model.grammar import Grammars
 from headrace.model.mtp import draft
 from headrace.model.sampler import SamplerState
@@ -37,6 +37,8 @@ class Executor:
         self._grammars = grammars
         self._model, self._pool, self._slabs, self._exchange = model, pool, slabs, exchange
         self._has_mtp = has_mtp
+        self._planes: CachePlanes = pool
+        """What the model reads and writes: the pool, or a view of it that waits for what is still being restored."""
         self._carried: dict[RequestId, Tensor] = {}
 
     @property
@@ -50,12 +52,16 @@ class Executor:
         for request_id in plan.forget:
             self._carried.pop(request_id, None)
         reachable = not (plan.restores or plan.stores) or self._slabs.enter(plan.arena)
-        bad = self._slabs.load(plan.restores) if reachable else range(len(plan.restores))
-        outcome.bad = {plan.restores[i].name for i in bad}
-        self._pool.zero(plan.zero)
-        if plan.chunks:
-            self._run_chunks(plan.chunks, outcome)
-        extended = self._extend_tails(plan.tails) if plan.tails and self._has_mtp else None
+        restoring = self._slabs.begin_load(plan.restores, reachable=reachable)
+        try:
+            self._pool.zero(plan.zero)
+            self._planes = restoring if plan.restores else self._pool
+            if plan.chunks:
+                self._run_chunks(plan.chunks, outcome)
+            extended = self._extend_tails(plan.tails) if plan.tails and self._has_mtp else None
+        finally:
+            self._planes = self._pool
+            outcome.bad = {plan.restores[i].name for i in restoring.finish()}
         mine = [store for store in plan.stores if reachable and store.rank == self._exchange.rank]
         outcome.digests = dict(zip([store.name for store in mine], self._slabs.store(mine)))
         # Drafts come after the stores: without index sharing they leave rows behind that no block may hold.
@@ -68,7 +74,7 @@ class Executor:
     def _run_chunks(self, chunks: Sequence[ChunkPlan], outcome: StepOutcome) -> None:
         rows = main_rows(chunks, self._exchange.size)
         self._exchange.begin(rows.owner, shared_cache=True)
-        hidden = self._model.forward(self._step_rows(rows), self._pool, self._exchange)  # [t, D]
+        hidden = self._model.forward(self._step_rows(rows), self._planes, self._exchange)  # [t, D]
         if self._has_mtp:
             self._extend(chunks, rows, hidden)
         last = self._gather_last(last_rows(chunks), rows, hidden)  # [S, D]
@@ -90,7 +96,7 @@ class Executor:
         for i in np.nonzero(source < 0)[0]:
             states[i] = self._carried[chunks[-1 - source[i]].request_id]
         self._exchange.begin(rows.owner, shared_cache=True)
-        self._model.mtp_extend(self._step_rows(rows), states, self._pool, self._exchange)
+        self._model.mtp_extend(self._step_rows(rows), states, self._planes, self._exchange)
 
     def _gather_last(self, last: np.ndarray, rows: Rows, hidden: Tensor) -> Tensor:
         """Hidden states of the rows `last`, on every rank: fp32 [S, D]. They travel as bytes, so they arrive exact."""
@@ -114,7 +120,7 @@ class Executor:
         self._exchange.begin(rows.owner, shared_cache=True)
         mine = rows_of(rows.owner, self._exchange.rank)
         step = self._step_rows(rows)
-        return self._model.mtp_extend(step, states[self._index(mine)], self._pool, self._exchange)
+        return self._model.mtp_extend(step, states[self._index(mine)], self._planes, self._exchange)
 
     def _draft(self, tails: Sequence[TailPlan], extended: MtpOutput | None, outcome: StepOutcome) -> None:
         if extended is None:

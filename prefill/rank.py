@@ -16,13 +16,14 @@ from headrace.kvstore.pool import DevicePool
 from headrace.model.choose import load_grammars
 from headrace.model.spec import ModelSpec
 from headrace.model.transformer import Transformer
-from headrace.prefill.base import NodeStore, StepExchange
+from headrace.prefill.base import NodeStore, Slabs, StepExchange
 from headrace.prefill.exchange import AloneExchange, DealtExchange
 from headrace.prefill.executor import Executor
 from headrace.prefill.group import PrefillGroup
 from headrace.prefill.link import LeaderLink, Stream, connect
 from headrace.prefill.ranks import GroupRunner, follow
 from headrace.prefill.scheduler import Limits, Scheduler
+from headrace.prefill.shard import ShardedSlabs
 from headrace.prefill.slabs import ArenaSlabs
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class PrefillRank:
     def start(self) -> None:
         """Returns when all ranks of the group are there. Raises RankLost when they do not come."""
         exchange = self._join()
-        slabs = ArenaSlabs(self.pool, self.client, self._config.store.verify_share)
+        slabs = self._slabs()
         grammars = load_grammars(self._config.model.path, self._spec) if self._seat.rank == 0 else None
         executor = Executor(self._model, self.pool, slabs, exchange, has_mtp=self._spec.has_mtp, grammars=grammars)
         link = self._meet()
@@ -126,6 +127,15 @@ class PrefillRank:
         else:
             link.accept(seat.world - 1, GROUP_TIMEOUT_S)
         return link
+
+    def _slabs(self) -> Slabs:
+        prefill = self._config.prefill
+        wanted = {"on": True, "off": False, "auto": self.pool.device.type != "cpu"}[prefill.shard_restores]
+        shard = wanted and self._seat.world > 1
+        # What goes through an exchange of whole blocks cannot come layer by layer.
+        groups = 1 if shard else prefill.restore_groups
+        slabs = ArenaSlabs(self.pool, self.client, self._config.store.verify_share, groups)
+        return ShardedSlabs(slabs, self.pool) if shard else slabs
 
     def _scheduler(self) -> Scheduler:
         blocks, layout = self.pool.slots, self.pool.layout

@@ -58,7 +58,13 @@ class PrefillHouse:
     """One rank. `run` submits a prompt and steps until it is answered; its blocks stay pinned until `close`."""
 
     def __init__(
-        self, *, device_blocks: int = 16, host_blocks: int = 32, chunk: int = 512, shares_draft_index: bool = True
+        self,
+        *,
+        device_blocks: int = 16,
+        host_blocks: int = 32,
+        chunk: int = 512,
+        shares_draft_index: bool = True,
+        restore_groups: int = 1,
     ) -> None:
         spec = tiny_spec(shares_draft_index=shares_draft_index)
         self.model = tiny_model(spec)
@@ -66,7 +72,9 @@ class PrefillHouse:
         self.pool = DevicePool(layout, device_blocks, "cpu")
         self.store = MemoryStore(host_blocks, layout.slot_bytes)
         exchange = AloneExchange()
-        self.executor = Executor(self.model, self.pool, ArenaSlabs(self.pool, self.store, 1.0), exchange)
+        self.executor = Executor(
+            self.model, self.pool, ArenaSlabs(self.pool, self.store, 1.0, restore_groups), exchange
+        )
         self.index = DeviceIndex(device_blocks, make_policy("lru", device_blocks))
         limits = Limits(
             chunk_tokens=chunk,

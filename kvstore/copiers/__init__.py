@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from headrace.kvstore.base import MapWatcher
+from headrace.kvstore.copiers.ahead import Loading
 from headrace.kvstore.pool import DevicePool
 
 
@@ -17,6 +18,11 @@ class Copier(Protocol):
     def load(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None: ...
 
     def store(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None: ...
+
+    def begin_load(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview], groups: int) -> Loading:
+        """As `load`, but it may return before the bytes are there; they come in `groups` groups of layers, in the order
+        of a forward pass. The views stay leased and the slots private until `finish`."""
+        ...
 
 
 def _cpu() -> Copier:

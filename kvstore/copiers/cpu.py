@@ -1,10 +1,12 @@
 """Slab copies when the device is the CPU: plain strided copies, done when the call returns."""
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from headrace.kvstore.copiers.ahead import Loaded, Loading
 from headrace.kvstore.pool import DevicePool
 
 
@@ -14,6 +16,11 @@ class CpuCopier:
             latent, index = _planes(pool, view)
             pool.latent[:, slot].copy_(latent)
             pool.index[:, slot].copy_(index)
+
+    def begin_load(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview], groups: int) -> Loading:
+        began = time.perf_counter()
+        self.load(pool, slots, views)
+        return Loaded(pool, time.perf_counter() - began)
 
     def store(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
         for slot, view in zip(slots, views):

@@ -65,6 +65,19 @@ class PrefillConfig:
     chunk_tokens: int = setting(
         512, "Most prompt rows of one step, over all prompts in it; a multiple of 64", unit="tokens", minimum=64
     )
+    restore_groups: int = setting(
+        1,
+        "Groups of layers a restore from the host tier comes in on a GPU: the first layers compute while later ones "
+        "are still copied; 1: whole blocks",
+        minimum=1,
+        maximum=128,
+    )
+    shard_restores: str = setting(
+        "auto",
+        "Deal restores over the ranks of a group, each over its own host link, and exchange the bytes; `auto`: in "
+        "groups on GPUs",
+        choices=("auto", "on", "off"),
+    )
     max_running: int = setting(16, "Prompts that interleave their chunks", minimum=1)
     max_queued: int = setting(256, "Prompts waiting beyond that; more are refused with 429", minimum=0)
 
