@@ -55,7 +55,7 @@ class Executor:
         restoring = self._slabs.begin_load(plan.restores, reachable=reachable)
         try:
             self._pool.zero(plan.zero)
-            self._planes = restoring if plan.restores else self._pool
+            self._planes = restoring if plan.ahead else self._pool
             if plan.chunks:
                 self._run_chunks(plan.chunks, outcome)
             extended = self._extend_tails(plan.tails) if plan.tails and self._has_mtp else None

@@ -88,6 +88,8 @@ class StepPlan:
     stores: tuple[StorePlan, ...] = ()
     arena: str = ""
     """The host tier that the slots of `restores` and `stores` belong to (`StoreClient.arena` of the leader)."""
+    ahead: bool = False
+    """A chunk reads blocks that this step restores: its layers wait for their bytes as they come."""
     forget: tuple[RequestId, ...] = ()
     """Requests whose carried hidden state is dropped at the start of the step."""
 

@@ -168,6 +168,7 @@ def limits_of(config: Config, spec: ModelSpec, layout: SlabLayout) -> Limits:
         draft_rows=0 if spec.shares_draft_index else drafts,
         host_blocks=config.store.host_bytes // layout.slot_bytes,
         max_context=context,
+        restore_ahead=config.prefill.restore_groups > 1,
         vocab_size=spec.vocab_size,
         promote_wait_s=config.store.promote_wait_s,
     )

@@ -41,6 +41,8 @@ class Limits:
     vocab_size: int
     promote_wait_s: float = 5.0
     """Longest that a prompt waits for blocks from below the host tier."""
+    restore_ahead: bool = False
+    """A prompt's first chunk runs in the step that restores its prefix."""
 
 
 class Scheduler:
@@ -133,17 +135,23 @@ class Scheduler:
         order = self._by_age()
         self._step += 1
         tails = [p for p in order if p.stage is Stage.TAIL]
+        restoring = [p for p in order if p.stage is Stage.RESTORING]
+        if self._limits.restore_ahead:
+            for prompt in restoring:
+                prompt.ready_rows = prompt.hit_tokens
         # A step with tails has no chunks: a first token never waits behind somebody else's prompt.
         self._chunks = [] if tails else self._share(order)
         chunked = {id(p): rows for p, rows in self._chunks}
         complete = {
+            # What is computed on bytes that are still to be checked is written a step later.
             id(p): self._publisher.complete_blocks(
-                p, chunked.get(id(p), p.ready_rows), p.stage in (Stage.TAIL, Stage.PUBLISHING)
+                p,
+                p.ready_rows if p.stage is Stage.RESTORING else chunked.get(id(p), p.ready_rows),
+                p.stage in (Stage.TAIL, Stage.PUBLISHING),
             )
             for p in order
         }
         stores = self._publisher.plan(order, complete)
-        restoring = [p for p in order if p.stage is Stage.RESTORING]
         zero = [slot for p, _ in self._chunks for slot in p.fresh]
         plan = StepPlan(
             step=self._step,
@@ -153,6 +161,7 @@ class Scheduler:
             tails=tuple(self._tail(p) for p in tails),
             stores=tuple(stores),
             arena=self._client.arena,
+            ahead=any(p.stage is Stage.RESTORING for p, _ in self._chunks),
             forget=tuple(self._forget),
         )
         if not (plan.restores or plan.chunks or plan.tails or plan.stores or plan.forget):
@@ -169,7 +178,10 @@ class Scheduler:
         for prompt in [p for p in self._by_age() if p.stage is Stage.RESTORING]:
             self._restored(prompt, outcome.bad)
         for prompt, rows in self._chunks:
-            self._computed(prompt, rows, outcome)
+            if prompt.stage is Stage.COMPUTING:
+                self._computed(prompt, rows, outcome)
+            else:  # Its restore failed: what was computed on it never was.
+                self._forget.append(prompt.request_id)
         for tail in plan.tails:
             prompt = self._prompts[tail.request_id]
             prompt.drafted = outcome.drafted[tail.request_id]
@@ -189,7 +201,8 @@ class Scheduler:
             self._admission.admit(queue, self._limits.max_running - running, self._clock())
 
     def _share(self, order: Iterable[Prompt]) -> list[tuple[Prompt, int]]:
-        ready = [p for p in order if p.stage is Stage.COMPUTING]
+        stages = (Stage.COMPUTING, Stage.RESTORING) if self._limits.restore_ahead else (Stage.COMPUTING,)
+        ready = [p for p in order if p.stage in stages]
         given = share_rows([p.remaining_rows for p in ready], self._limits.chunk_tokens, self._step)
         return [(p, p.ready_rows + rows) for p, rows in zip(ready, given) if rows or not p.remaining_rows]
 

@@ -3,6 +3,7 @@ the bytes. Every rank needs every block, and links between GPUs are many times f
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,37 @@ BATCH_BLOCKS = 64
 """Blocks a rank sends at once: bounds the memory of the exchange."""
 
 
+class ByteGroup(Protocol):
+    """Ranks that exchange tensors of one shape."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, sent: Tensor) -> list[Tensor]:
+        """What each rank sent, in their order."""
+        ...
+
+
+class DefaultGroup:
+    """The default process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def all_gather(self, sent: Tensor) -> list[Tensor]:
+        got = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(got, sent)
+        return got
+
+
 class ShardedSlabs:
-    """`slabs` does this rank's share. The ranks of the default process group make the same calls with equal restores; a
+    """`slabs` does this rank's share. The ranks of the group make the same calls with equal restores; a
     rank that cannot reach the host tier takes part all the same, and what it should have brought counts as bad."""
 
-    def __init__(self, slabs: ArenaSlabs, pool: DevicePool) -> None:
-        self._slabs, self._pool = slabs, pool
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, slabs: ArenaSlabs, pool: DevicePool, group: ByteGroup | None = None) -> None:
+        """`group` None: the default process group."""
+        self._slabs, self._pool, self._group = slabs, pool, group or DefaultGroup()
+        self._rank, self._size = self._group.rank, self._group.size
 
     def enter(self, arena: str) -> bool:
         return self._slabs.enter(arena)
@@ -52,8 +77,7 @@ class ShardedSlabs:
         if mine:
             pack(self._pool, [restore.device_slot for restore in mine], sent[: len(mine), :width])
             sent[: len(mine), width] = torch.tensor(good, dtype=torch.uint8, device=sent.device)
-        got = [torch.empty_like(sent) for _ in range(self._size)]
-        dist.all_gather(got, sent)
+        got = self._group.all_gather(sent)
         bad = []
         for rank, blocks in enumerate(got):
             theirs = restores[rank :: self._size]

@@ -84,6 +84,7 @@ class PrefillHouse:
             draft_rows=0 if shares_draft_index else 4,
             host_blocks=host_blocks,
             max_context=spec.max_position_embeddings,
+            restore_ahead=restore_groups > 1,
             vocab_size=spec.vocab_size,
         )
         self.scheduler = Scheduler(self.index, self.store, limits, 1)
@@ -177,9 +178,10 @@ def tiny_rank(seat: Seat, memory: mmap.mmap, host_blocks: int, overrides: Sequen
     spec = tiny_spec()
     layout = spec.slab_layout("tile656")
     store = MemoryStore(host_blocks, layout.slot_bytes, memory)
-    settings = [f"store.host_bytes={host_blocks * layout.slot_bytes}", "store.verify_share=1.0", *overrides]
+    # No checkpoint of this name: the tiny model has no tokenizer, so no grammars.
+    settings = ["model.path=tiny", f"store.host_bytes={host_blocks * layout.slot_bytes}", "store.verify_share=1.0"]
     model = tiny_model(spec, ep_rank=seat.rank, ep_size=seat.world)
-    return PrefillRank(load_config(overrides=settings), seat, spec, model, layout, store)
+    return PrefillRank(load_config(overrides=[*settings, *overrides]), seat, spec, model, layout, store)
 
 
 def follower_main(seat: Seat, memory_path: str, host_blocks: int, overrides: Sequence[str]) -> None:

@@ -1,5 +1,8 @@
 """Restores that are dealt over a group, and restores that come layer by layer: the same bytes and answers."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -7,8 +10,12 @@ from headrace.kvstore import transfer
 from headrace.kvstore.copiers.ahead import AwaitedPlanes, group_of_plane, plane_groups
 from headrace.kvstore.copiers.cpu import CpuCopier
 from headrace.kvstore.layout import SlabLayout
+from headrace.kvstore.pool import DevicePool
+from headrace.kvstore.transfer import digest, store_slab
 from headrace.model.testing import tiny_model
-from headrace.prefill.shard import pack, unpack
+from headrace.prefill.fake import MemoryStore
+from headrace.prefill.plan import RestorePlan
+from headrace.prefill.shard import ShardedSlabs, pack, unpack
 from headrace.prefill.slabs import ArenaSlabs
 from headrace.prefill.testing import GroupHouse, PrefillHouse, mono_reference, random_prompt
 
@@ -25,7 +32,6 @@ def model():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_group_restores_by_shares(tmp_path, model, world, monkeypatch):
-    monkeypatch.setattr("headrace.prefill.shard.BATCH_BLOCKS", 1)
     overrides = ["prefill.chunk_tokens=128", "prefill.device_blocks=24", "prefill.shard_restores=on"]
     house = GroupHouse(tmp_path, world, overrides=overrides)
     loaded = []
@@ -63,6 +69,51 @@ def test_a_group_restores_by_shares(tmp_path, model, world, monkeypatch):
     finally:
         house.stop()
     assert [process.exitcode for process in house.followers] == [0] * (world - 1)
+
+
+class ThreadGroup:
+    """Ranks as threads of this process."""
+
+    def __init__(self, rank, size, barrier, box):
+        self.rank, self.size, self._barrier, self._box = rank, size, barrier, box
+
+    def all_gather(self, sent):
+        self._box[self.rank] = sent.clone()
+        self._barrier.wait(20)
+        got = [self._box[rank] for rank in range(self.size)]
+        self._barrier.wait(20)
+        return got
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 4, 5, 11])
+def test_any_number_of_blocks_goes_round_in_batches(blocks, monkeypatch):
+    """Four ranks, two blocks a batch and rank; rank 2 cannot reach the host tier, block 8 is not what was written."""
+    monkeypatch.setattr("headrace.prefill.shard.BATCH_BLOCKS", 2)
+    layout = LAYOUTS[1]
+    store, source = MemoryStore(16, layout.slot_bytes), DevicePool(layout, 16, "cpu")
+    source.latent.random_(0, 256)
+    source.index.random_(0, 256)
+    restores = []
+    for i in range(blocks):
+        view = store.slot_view(i)[: layout.payload_bytes]
+        store_slab(source, i, view)
+        right = digest(view) if i != 8 else bytes(16)
+        restores.append(RestorePlan(name=bytes([i]) * 32, host_slot=i, device_slot=15 - i, digest=right))
+    barrier, box = threading.Barrier(4), {}
+    pools = [DevicePool(layout, 16, "cpu") for _ in range(4)]
+
+    def rank(r):
+        sharded = ShardedSlabs(ArenaSlabs(pools[r], store, 1.0), pools[r], ThreadGroup(r, 4, barrier, box))
+        return sharded.begin_load(restores, reachable=r != 2).finish()
+
+    with ThreadPoolExecutor(4) as threads:
+        bad = list(threads.map(rank, range(4)))
+    wrong = [i for i in range(blocks) if i % 4 == 2 or i == 8]
+    assert bad == [wrong] * 4
+    for pool in pools:
+        for i in set(range(blocks)) - set(wrong):
+            assert torch.equal(pool.latent[:, 15 - i], source.latent[:, i])
+            assert torch.equal(pool.index[:, 15 - i], source.index[:, i])
 
 
 class LazyCopier(CpuCopier):
@@ -144,9 +195,6 @@ def test_groups_cover_every_plane_once_in_the_order_of_a_forward_pass(layout, co
 
 
 def test_packed_blocks_are_slabs(model):
-    from headrace.kvstore.pool import DevicePool
-    from headrace.kvstore.transfer import store_slab
-
     layout = LAYOUTS[1]
     pool, other = DevicePool(layout, 4, "cpu"), DevicePool(layout, 4, "cpu")
     pool.latent.random_(0, 256)
@@ -160,3 +208,35 @@ def test_packed_blocks_are_slabs(model):
     assert torch.equal(other.latent[:, [0, 2]], pool.latent[:, [3, 1]])
     assert torch.equal(other.index[:, [0, 2]], pool.index[:, [3, 1]])
     assert not other.latent[:, [1, 3]].any()
+
+
+def test_a_bad_block_undoes_what_was_computed_ahead_on_it(model):
+    house = PrefillHouse(restore_groups=2)
+    tokens = random_prompt(64 * 5 + 20, 12)
+    expected = mono_reference(model, tokens)
+    house.close(house.run(tokens))
+    house.scheduler.flush()
+    names = list(house.store.ready)
+    house.store.slot_view(house.store.ready[names[3]][0])[1000] ^= 255
+    warm = house.run(tokens)
+    assert warm.first_token == expected.first_token
+    assert warm.handover.draft_tokens == expected.draft_tokens
+    assert house.slabs(tokens, warm) == expected.slabs
+    assert warm.cached_tokens["host"] == 64 * 3
+    house.close(warm)
+    while house.step():
+        pass
+    assert house.executor.carried == 0
+
+
+def test_prompts_that_restore_and_prompts_that_compute_share_steps(model):
+    house = PrefillHouse(restore_groups=3, device_blocks=40, host_blocks=64, chunk=128)
+    first, second = random_prompt(64 * 4 + 3, 21), random_prompt(64 * 6 + 7, 22)
+    house.close(house.run(first))
+    house.scheduler.flush()
+    answers = house.run_all([second, first + second[:100], first])
+    for tokens, answer in zip([second, first + second[:100], first], answers):
+        expected = mono_reference(model, tokens)
+        assert answer.first_token == expected.first_token
+        assert house.slabs(tokens, answer) == expected.slabs
+        house.close(answer)
