@@ -21,6 +21,7 @@ from headrace.kvstore.copiers import map_watcher_for
 from headrace.kvstore.pool import DevicePool
 from headrace.model.choose import device_of, load_from_config, load_grammars
 from headrace.model.exchange import GroupExchange
+from headrace.model.placement import Placement
 from headrace.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class DecodeRankBox:
         local_index = context.rank % max(1, torch.cuda.device_count())
         device = device_of(context.config, local_index)
         model = load_from_config(
-            context.config, spec, ep_rank=context.rank, ep_size=context.world, local_index=local_index
+            context.config, spec, Placement.expert_split(context.rank, context.world), local_index=local_index
         )
         control, exchange = self._join_group(device)
         pool = DevicePool(context.layout, context.config.decode.device_blocks, device)

@@ -1,6 +1,7 @@
-"""MLA in absorbed form on the paged cache, with its indexer. One definition for prefill, decode and the MTP layer.
+"""MLA in absorbed form on the paged cache, with its indexer. One definition for prefill, decode and the MTP layer, with
+all heads or a rank's share of them (then the output is a part that the exchange sums).
 
-Shapes: t local rows, T rows of the step, H heads, K index_topk.
+Shapes: t local rows, T rows of the step, H heads of this rank, K index_topk.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ class Attention:
             selection = self._select(x, latent_q, step, cache)
         attended = self._attend(self._query(latent_q, step), selection, step, cache)
         values = self._k.linear.per_head(attended, self._w.w_uv)
-        return self._k.linear(values.flatten(1), self._w.o), selection
+        return exchange.sum_parts(self._k.linear(values.flatten(1), self._w.o)), selection
 
     def _write_cache(self, x: Tensor, step: StepView, cache: CachePlanes, exchange: Exchange) -> None:
         spec, k, fmt = self._spec, self._k, self._fmt
@@ -124,7 +125,7 @@ class Attention:
     def _query(self, latent_q: Tensor, step: StepView) -> Tensor:
         """[t, H, 576]: the absorbed query, latent part first."""
         spec = self._spec
-        q = self._k.linear(latent_q, self._w.q_b).view(-1, spec.num_attention_heads, spec.qk_head_dim)
+        q = self._k.linear(latent_q, self._w.q_b).view(latent_q.shape[0], self._w.w_uk.shape[0], spec.qk_head_dim)
         nope, rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
         rope = self._k.rope(rope, step.cos, step.sin, interleaved=spec.rope_interleaved)
         return torch.cat((self._k.linear.per_head(nope, self._w.w_uk), rope), -1)

@@ -61,6 +61,12 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+    splits_layers: bool
+    """True: every rank computes every row with its part of every layer (`Placement.head_split`)."""
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """fp32 [t, D], one part per rank of a layer's output -> the sum. Identity where layers are whole."""
+        ...
 
     def gather_rows(self, local: Tensor) -> Tensor:
         """uint8 [t, bytes] of this rank -> uint8 [T, bytes] in the order of the step's rows. Identity when every rank

@@ -10,6 +10,7 @@ from headrace.errors import ConfigError
 from headrace.model.grammar import Grammars
 from headrace.model.load import load_model
 from headrace.model.nano import checkpoint_path
+from headrace.model.placement import WHOLE, Placement
 from headrace.model.spec import ModelSpec
 from headrace.model.stream import LoadReport
 from headrace.model.transformer import Transformer
@@ -45,7 +46,7 @@ def row_format_of(config: Config, device: torch.device) -> str:
 
 
 def load_from_config(
-    config: Config, spec: ModelSpec, *, ep_rank: int = 0, ep_size: int = 1, local_index: int = 0
+    config: Config, spec: ModelSpec, placement: Placement = WHOLE, *, local_index: int = 0
 ) -> Transformer:
     """The model of one rank, as the configuration says. Sets the thread count of this process: with more or fewer
     threads sums come out in another order, so it is part of the determinism contract."""
@@ -56,8 +57,7 @@ def load_from_config(
         config.model.path,
         config.model.load_format,
         device,
-        ep_rank,
-        ep_size,
+        placement,
         row_format_of(config, device),
         deterministic_of(config, device),
         kernels=config.model.kernels,

@@ -17,10 +17,14 @@ class LocalExchange:
 
     rank = 0
     size = 1
+    splits_layers = False
 
     def __init__(self) -> None:
         self.collectives = 0
         """Collectives issued so far."""
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        return part
 
     def gather_rows(self, local: Tensor) -> Tensor:
         return local
@@ -35,6 +39,8 @@ class LocalExchange:
 class GroupExchange:
     """Ranks of one process group. `begin_step` must be called with the same counts on every rank before each step (or
     part of a step whose row counts differ, such as a draft chain)."""
+
+    splits_layers = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -57,6 +63,9 @@ class GroupExchange:
                 raise ValueError(f"row lists hold {dealt.shape[0]} rows, counts {list(counts)}")
             self._row_order = torch.empty_like(dealt)
             self._row_order[dealt] = torch.arange(dealt.shape[0], device=dealt.device)
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        return part
 
     def gather_rows(self, local: Tensor) -> Tensor:
         if self._row_order is None:
@@ -85,3 +94,35 @@ class GroupExchange:
         gathered = local.new_empty((sum(self._counts), *local.shape[1:]))
         dist.all_to_all_single(gathered, repeated, self._counts, [mine] * self.size, group=self._group)
         return gathered
+
+
+class SplitExchange:
+    """Ranks that hold a part of every layer and compute all rows of every step (`Placement.head_split`): nothing is
+    gathered, outputs are summed. One all-reduce after the attention, one after the MLP or the experts.
+
+    `dtype` is what travels: bf16 as tensor-parallel engines do (2 D bytes a token and sum), fp32 to compare exactly.
+    """
+
+    splits_layers = True
+
+    def __init__(self, group: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._group, self._dtype = group, dtype
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.collectives = 0
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        self.collectives += 1
+        # Always a new tensor: the sum is made in place.
+        total = part.to(self._dtype, copy=True)
+        dist.all_reduce(total, group=self._group)
+        return total.to(part.dtype)
+
+    def gather_rows(self, local: Tensor) -> Tensor:
+        return local
+
+    def gather_tokens(self, local: Tensor) -> Tensor:
+        return local
+
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        return self.sum_parts(partial)

@@ -12,7 +12,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headrace.model.source import INDEX_FILE, DummySource
+from headrace.model.dummy import DummySource
+from headrace.model.source import INDEX_FILE
 from headrace.model.spec import ModelSpec, parse_config, resolve_path
 from headrace.model.tensors import SCALE_SUFFIX, stored_tensors
 

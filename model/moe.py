@@ -25,12 +25,18 @@ class MlpWeights:
 
 
 class Mlp:
-    """down(silu(gate x) * up x)"""
+    """down(silu(gate x) * up x). Its width may be split over ranks, `weights` None where a rank has nothing of it."""
 
-    def __init__(self, weights: MlpWeights, kernels: KernelSet) -> None:
+    def __init__(self, weights: MlpWeights | None, kernels: KernelSet) -> None:
         self._w, self._k = weights, kernels
 
     def forward(self, x: Tensor, exchange: Exchange) -> Tensor:
+        return exchange.sum_parts(self.part(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """What this rank's share of the width adds to the output; all of it where the width is whole."""
+        if self._w is None:
+            return torch.zeros_like(x)
         # Whole tiles keep the vectorised silu off its scalar tail, which may round differently.
         gate, up = pad_rows(self._k.linear(x, self._w.gate_up)).chunk(2, -1)
         hidden = F.silu(gate.contiguous()) * up
@@ -45,13 +51,12 @@ class MoeWeights:
     """fp32 [experts]"""
     experts: object
     first_expert: int
-    shared: MlpWeights | None
+    shared: Mlp | None
 
 
 class Moe:
     def __init__(self, weights: MoeWeights, rule: RouterRule, kernels: KernelSet) -> None:
         self._w, self._rule, self._k = weights, rule, kernels
-        self._shared = Mlp(weights.shared, kernels) if weights.shared is not None else None
 
     def forward(self, x: Tensor, exchange: Exchange) -> Tensor:
         ids, gains = self._k.router(x, self._w.gate, self._w.bias, self._rule)
@@ -66,10 +71,12 @@ class Moe:
             self._w.experts,
             self._w.first_expert,
         )
+        shared = self._w.shared.part(x) if self._w.shared is not None else None
+        if shared is not None and exchange.splits_layers:
+            # Every rank has every row, and a part of the shared experts too: one sum does for both.
+            return exchange.reduce_scatter(partial + shared).to(torch.float32)
         total = exchange.reduce_scatter(partial)
-        if self._shared is not None:
-            total = total + self._shared.forward(x, exchange)
-        return total.to(torch.float32)
+        return (total if shared is None else total + shared).to(torch.float32)
 
 
 def pack(parts: list[Tensor]) -> Tensor:

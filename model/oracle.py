@@ -29,6 +29,7 @@ from headrace.kernels.latent_rows.reference import ReferenceLatentRows
 from headrace.kvstore.pool import DevicePool
 from headrace.model.base import StepRows
 from headrace.model.load import load_model
+from headrace.model.placement import WHOLE
 from headrace.model.spec import ModelSpec
 from headrace.model.transformer import Transformer
 
@@ -277,7 +278,7 @@ def _add_mtp_tensors(layer: Any, number: int, directory: Path) -> None:
 
 def load_ours(directory: Path, row_format: str = FP32_ROWS.name) -> Transformer:
     spec = ModelSpec.from_dir(directory)
-    return load_model(spec, directory, "safetensors", "cpu", 0, 1, row_format, True)
+    return load_model(spec, directory, "safetensors", "cpu", WHOLE, row_format, True)
 
 
 def pool_for(model: Transformer, tokens: int) -> DevicePool:

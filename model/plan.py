@@ -1,8 +1,8 @@
 """What a model costs in device memory: weights of a rank by part, and tokens of KV beside them. Torch-free.
 
 Weights are counted as GPU kernels keep them: matrices as stored (FP8 with scales, or bf16), except kv_b_proj and the
-router gate, which `load.py` keeps in fp32 (kv_b absorbed into queries and values). Attention, dense layers, shared
-experts, embedding and head are whole on every rank; routed experts are split over the ranks of a group.
+router gate, which the loader keeps in fp32 (kv_b absorbed into queries and values). Which part of a matrix a rank has,
+its `Placement` says, here as in the loader.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.formats import BLOCK_TOKENS, FORMATS
+from headrace.model.placement import Placement
 from headrace.model.spec import ModelSpec, resolve_path
 from headrace.model.tensors import DTYPE_BYTES, SCALE_SUFFIX, StoredTensor, stored_tensors
 
@@ -50,9 +51,12 @@ class KvRoom:
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupPlan:
     role: str
+    """prefill or decode"""
     ranks: int
+    head_split: bool
+    """The tensor-parallel baseline: attention and dense layers are split like the experts"""
     parts: dict[str, int]
-    """Bytes on the rank with the largest share of experts"""
+    """Bytes on the rank with the largest share"""
     left_bytes: int
     """For KV; negative: the weights do not fit"""
     kv: tuple[KvRoom, ...]
@@ -79,21 +83,29 @@ class ModelPlan:
         return all(room.rank_tokens for group in self.groups for room in group.kv)
 
 
-def plan_model(model: str | Path, prefill_cp: int, decode_ep: int, hbm: str, reserve: str) -> ModelPlan:
+def plan_model(
+    model: str | Path, prefill_cp: int, decode_ep: int, hbm: str, reserve: str, *, prefill_tp: int = 0
+) -> ModelPlan:
     """`model`: a directory, `nano` or a preset. `hbm`: memory of one device. `reserve`: what is kept for activations,
-    communication buffers and the allocator, a size or a share of `hbm`. Raises CheckpointError, ConfigError."""
+    communication buffers and the allocator, a size or a share of `hbm`. `prefill_tp`: ranks of a head-split prefill
+    group in place of a context-parallel one. Raises CheckpointError, ConfigError."""
     directory = resolve_path(model)
     spec = ModelSpec.from_dir(directory)
-    for name, ranks in (("--prefill-cp", prefill_cp), ("--decode-ep", decode_ep)):
-        if not 1 <= ranks <= spec.n_routed_experts:
-            raise ConfigError(f"{name} is {ranks}; the model has {spec.n_routed_experts} experts to split")
+    for name, ranks in (("--prefill-cp", prefill_cp), ("--decode-ep", decode_ep), ("--prefill-tp", prefill_tp or 1)):
+        most = min(spec.n_routed_experts, spec.num_attention_heads if name == "--prefill-tp" else ranks)
+        if not 1 <= ranks <= most:
+            raise ConfigError(f"{name} is {ranks}; {directory.name} can be split over 1 to {most} ranks")
     hbm_bytes = parse_size("--hbm", hbm)
     reserve_bytes = parse_size("--reserve", reserve, whole=hbm_bytes)
     tensors = list(checkpoint_tensors(directory, spec))
     stored = _by_part(tensors, spec)
+    # The last rank has the largest share of everything.
+    prefill = Placement.expert_split(prefill_cp - 1, prefill_cp)
+    if prefill_tp:
+        prefill = Placement.head_split(prefill_tp - 1, prefill_tp)
     groups = tuple(
-        _group(role, ranks, spec, tensors, hbm_bytes - reserve_bytes)
-        for role, ranks in (("prefill", prefill_cp), ("decode", decode_ep))
+        _group(role, placement, spec, tensors, hbm_bytes - reserve_bytes)
+        for role, placement in (("prefill", prefill), ("decode", Placement.expert_split(decode_ep - 1, decode_ep)))
     )
     return ModelPlan(
         model=str(model),
@@ -148,9 +160,9 @@ def part_of(tensor: StoredTensor, spec: ModelSpec) -> str:
     return "dense MLPs"
 
 
-def _group(role: str, ranks: int, spec: ModelSpec, tensors: list[StoredTensor], budget: int) -> GroupPlan:
-    share = range(-(-spec.n_routed_experts // ranks))
-    mine = [tensor for tensor in tensors if tensor.expert < 0 or tensor.expert in share]
+def _group(role: str, placement: Placement, spec: ModelSpec, tensors: list[StoredTensor], budget: int) -> GroupPlan:
+    ranks = placement.experts.size
+    mine = [kept for tensor in tensors if (kept := placement.stored(tensor, spec)) is not None]
     parts = _by_part(mine, spec)
     parts["fp32 copies"] = sum(_fp32_extra(tensor) for tensor in mine)
     left = budget - sum(parts.values())
@@ -159,7 +171,7 @@ def _group(role: str, ranks: int, spec: ModelSpec, tensors: list[StoredTensor], 
         block = spec.slab_layout(name).payload_bytes
         tokens = max(left, 0) // block * BLOCK_TOKENS
         rooms.append(KvRoom(name, block // BLOCK_TOKENS, tokens, tokens * (ranks if role == "decode" else 1)))
-    return GroupPlan(role, ranks, parts, left, tuple(rooms))
+    return GroupPlan(role, ranks, placement.splits_layers, parts, left, tuple(rooms))
 
 
 def _by_part(tensors: list[StoredTensor], spec: ModelSpec) -> dict[str, int]:

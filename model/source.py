@@ -1,17 +1,14 @@
-"""Where weights come from: safetensors files of a checkpoint, or a random generator. Both answer by tensor name."""
+"""Where weights come from: the safetensors files of a checkpoint, and whether they are what a model needs. The other
+source is `dummy.py`."""
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.kernels import fp8
-from headrace.kernels.formats import FP8_MAX
 from headrace.model.shards import ShardFile
 from headrace.model.spec import ModelSpec
 from headrace.model.tensors import SCALE_SUFFIX, TensorShape, model_tensors, scale_shape
@@ -24,7 +21,7 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def get(self, name: str) -> Tensor:
-        """On the CPU, in the stored dtype. The caller drops it as soon as it is on its device."""
+        """In the stored dtype; from files on the CPU, where the caller drops it as soon as it is on its device."""
         ...
 
 
@@ -68,6 +65,11 @@ class SafetensorsSource:
 
     def nbytes(self, name: str) -> int:
         return self._where[name][1].nbytes
+
+    @property
+    def largest_shard_bytes(self) -> int:
+        sizes = [sum(entry.nbytes for entry in shard.entries.values()) for shard in self._shards.values()]
+        return max(sizes, default=0)
 
     def close(self) -> None:
         for shard in self._shards.values():
@@ -123,54 +125,8 @@ def _check_one(source: SafetensorsSource, tensor: TensorShape) -> list[str]:
         found.append(f"dtype: {tensor.name} is {dtype} but has {scale}; want F8_E4M3")
     if source.dtype(scale) != "F32":
         found.append(f"dtype: {scale} is {source.dtype(scale)}, want F32")
-    if len(tensor.shape) == 2 and source.shape(scale) != scale_shape(tensor.shape):
+    if len(tensor.shape) != 2:
+        found.append(f"scale: {scale}: only matrices have scales, {tensor.name} is {list(tensor.shape)}")
+    elif source.shape(scale) != scale_shape(tensor.shape):
         found.append(f"shape: {scale} is {list(source.shape(scale))}, want {list(scale_shape(tensor.shape))}")
     return found
-
-
-class DummySource:
-    """Random weights of a spec's shapes. A tensor's values depend on (seed, name) alone, so any split over ranks holds
-    shards of the same model. `quantised` False: bf16, as the BF16 repositories; None: as the config announces."""
-
-    def __init__(self, spec: ModelSpec, seed: int, quantised: bool | None = None) -> None:
-        self._seed = seed
-        self._shapes = {tensor.name: tensor for tensor in model_tensors(spec)}
-        fp8_matrices = spec.quantised if quantised is None else quantised
-        self._scaled = {name for name, tensor in self._shapes.items() if fp8_matrices and tensor.quantisable}
-        self._last: tuple[str, Tensor, Tensor] | None = None
-
-    def has(self, name: str) -> bool:
-        if name.endswith(SCALE_SUFFIX):
-            return name.removesuffix(SCALE_SUFFIX) in self._scaled
-        return name in self._shapes
-
-    def get(self, name: str) -> Tensor:
-        base = name.removesuffix(SCALE_SUFFIX)
-        if base not in self._scaled:
-            dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
-            return self._values(name).to(dtype)
-        if self._last is None or self._last[0] != base:
-            self._last = (base, *quantise_blocks(self._values(base)))
-        return self._last[2] if name != base else self._last[1]
-
-    def _values(self, name: str) -> Tensor:
-        digest = hashlib.sha256(f"{self._seed}|{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        shape = self._shapes[name].shape
-        values = torch.randn(shape, generator=generator)
-        if len(shape) == 2:
-            return values if name.endswith("embed_tokens.weight") else values * shape[1] ** -0.5
-        if name.endswith("norm.weight"):
-            return 1 + 0.1 * values
-        return 0.05 * values
-
-
-def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [out, in] -> e4m3 [out, in] and fp32 scale_inv [ceil(out/128), ceil(in/128)]."""
-    out, inner = weight.shape
-    rows, columns = scale_shape((out, inner))
-    padded = torch.nn.functional.pad(weight, (0, columns * 128 - inner, 0, rows * 128 - out))
-    blocks = padded.view(rows, 128, columns, 128)
-    scale = blocks.abs().amax((1, 3)).clamp_min(1e-12) / FP8_MAX
-    codes = fp8.encode(blocks / scale[:, None, :, None]).view(rows * 128, columns * 128)[:out, :inner]
-    return codes.contiguous().view(torch.float8_e4m3fn), scale

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from headrace.model.spec import ModelSpec
 
 SCALE_SUFFIX = "_scale_inv"
+SCALE_BLOCK = 128
 DTYPE_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 
@@ -26,7 +27,7 @@ class TensorShape:
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """One scale a 128 x 128 block; the last ones of a row or column may be partial."""
-    return -(-shape[0] // 128), -(-shape[1] // 128)
+    return -(-shape[0] // SCALE_BLOCK), -(-shape[1] // SCALE_BLOCK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

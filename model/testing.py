@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headrace.model.load import build_model
-from headrace.model.source import DummySource
+from headrace.model.build import build_model
+from headrace.model.dummy import DummySource
+from headrace.model.placement import Placement
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.model.tensors import SCALE_SUFFIX, model_tensors
 from headrace.model.transformer import Transformer
@@ -63,14 +64,17 @@ def tiny_model(
     seed: int = 0,
     ep_rank: int = 0,
     ep_size: int = 1,
+    placement: Placement | None = None,
     row_format: str = "tile656",
     deterministic: bool = True,
     quantised: bool | None = None,
 ) -> Transformer:
-    """A CPU model with random weights; the same seed gives shards of the same model for any `ep_size`."""
+    """A CPU model with random weights; the same seed gives shards of the same model for any placement (default: its
+    experts split over `ep_size` ranks)."""
     spec = spec or tiny_spec()
     source = DummySource(spec, seed, quantised)
-    return build_model(source, spec, "cpu", ep_rank, ep_size, row_format, deterministic)
+    placement = placement or Placement.expert_split(ep_rank, ep_size)
+    return build_model(source, spec, "cpu", placement, row_format, deterministic)
 
 
 def config_json(spec: ModelSpec) -> dict[str, Any]:

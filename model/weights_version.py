@@ -13,6 +13,8 @@ from headrace.model.spec import resolve_path
 
 WHOLE_FILE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20
+DUMMY_VERSION = 2
+"""Changes when `model/dummy.py` makes other values from the same seed."""
 
 
 def weights_version(path: str | Path, load_format: str = "safetensors", dummy_seed: int = 0, extra: str = "") -> bytes:
@@ -21,7 +23,7 @@ def weights_version(path: str | Path, load_format: str = "safetensors", dummy_se
     digest = hashlib.sha256()
     _frame(digest, b"weights-v1", load_format.encode(), extra.encode(), _read(directory / "config.json"))
     if load_format == "dummy":
-        _frame(digest, str(dummy_seed).encode())
+        _frame(digest, f"{DUMMY_VERSION}|{dummy_seed}".encode())
         return digest.digest()
     index = directory / "model.safetensors.index.json"
     if index.exists():

@@ -11,6 +11,7 @@ from headrace.ids import new_incarnation
 from headrace.kvstore.client import NodeClient
 from headrace.kvstore.copiers import map_watcher_for
 from headrace.model.choose import load_from_config
+from headrace.model.placement import Placement
 from headrace.model.spec import ModelSpec
 from headrace.prefill.rank import PrefillRank, Seat
 from headrace.prefill.service import PrefillService, box_status, prefill_hello
@@ -33,9 +34,8 @@ class PrefillRankBox:
     def start(self) -> dict[str, str]:
         context = self._context
         spec = ModelSpec.from_dir(context.config.model.path)
-        model = load_from_config(
-            context.config, spec, ep_rank=context.rank, ep_size=context.world, local_index=_local_gpu(context.rank)
-        )
+        placement = Placement.expert_split(context.rank, context.world)
+        model = load_from_config(context.config, spec, placement, local_index=_local_gpu(context.rank))
         # Every rank greets under the group's name: routers know groups, not prefill ranks, and the daemon must know who
         # may write into the slots that the leader takes. Only the leader announces.
         self._client = NodeClient(

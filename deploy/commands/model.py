@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = nested.add_parser("plan", help="weights of a rank by part, and the tokens of KV that fit beside them")
     plan.add_argument("--model", metavar="X", help="a directory, `nano` or a preset; default: `model.path`")
     plan.add_argument("--prefill-cp", type=int, metavar="N", help="ranks of a prefill group; default: `prefill.cp`")
+    plan.add_argument(
+        "--prefill-tp", type=int, default=0, metavar="N", help="a head-split prefill group (the baseline) instead"
+    )
     plan.add_argument("--decode-ep", type=int, metavar="N", help="ranks of a decode group; default: `decode.dp`")
     plan.add_argument("--hbm", required=True, metavar="SIZE", help="memory of one device: 288GB, 141GB, 139.8GiB")
     plan.add_argument(
@@ -42,6 +45,7 @@ def run_plan(args: argparse.Namespace) -> int:
         args.decode_ep or config.decode.dp,
         args.hbm,
         args.reserve,
+        prefill_tp=args.prefill_tp,
     )
     if args.json:
         groups = [dataclasses.asdict(group) | {"weight_bytes": group.weight_bytes} for group in plan.groups]
@@ -56,7 +60,7 @@ def render_plan(plan: "ModelPlan") -> str:
     lines = [
         f"{plan.model}: {plan.tensors:,} tensors, {_gb(plan.stored_bytes)} GB; {memory}",
         "",
-        _row("", "checkpoint", *(f"{group.role} rank ({group.ranks})" for group in plan.groups)),
+        _row("", "checkpoint", *map(_title, plan.groups)),
     ]
     parts = list(dict.fromkeys([*plan.stored_parts, *(part for group in plan.groups for part in group.parts)]))
     for part in parts:
@@ -75,6 +79,10 @@ def render_plan(plan: "ModelPlan") -> str:
     elif longest < plan.max_context:
         lines.append("a rank holds less than that in some format: contexts beyond its tokens are refused")
     return "\n".join(lines)
+
+
+def _title(group: "GroupPlan") -> str:
+    return f"{group.role} rank ({'TP ' if group.head_split else ''}{group.ranks})"
 
 
 def _tokens(group: "GroupPlan", i: int) -> str:

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from headrace.errors import CheckpointError, KernelUnsupported
 from headrace.model.choose import LoadLog
 from headrace.model.exchange import LocalExchange
-from headrace.model.load import expert_share, load_model
+from headrace.model.load import load_model
 from headrace.model.mono import MonoEngine
+from headrace.model.placement import WHOLE, Placement, Share
 from headrace.model.spec import ModelSpec, parse_config
 from headrace.model.testing import config_json, tiny_model, tiny_spec, write_checkpoint
 from headrace.model.transformer import Transformer
@@ -33,7 +34,7 @@ def test_a_checkpoint_loads_as_the_dummy_it_was_written_from(tmp_path: Path, qua
     write_checkpoint(spec, tmp_path, seed=4, shards=shards)
     parsed = ModelSpec.from_dir(tmp_path)
     assert parsed == spec
-    loaded = load_model(parsed, tmp_path, "safetensors", "cpu", 0, 1, "tile656", True)
+    loaded = load_model(parsed, tmp_path, "safetensors", "cpu", WHOLE, "tile656", True)
     assert torch.equal(hidden_of(loaded), hidden_of(tiny_model(spec, seed=4)))
 
 
@@ -49,7 +50,7 @@ def test_every_wrong_tensor_is_in_one_error(tmp_path: Path) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(128, 64)
     save_file(tensors, file)
     with pytest.raises(CheckpointError) as caught:
-        load_model(spec, tmp_path, "safetensors", "cpu", 0, 1, "tile656", True)
+        load_model(spec, tmp_path, "safetensors", "cpu", WHOLE, "tile656", True)
     text = str(caught.value)
     assert text.startswith("4 tensors or files are wrong")
     for part in (
@@ -63,7 +64,7 @@ def test_every_wrong_tensor_is_in_one_error(tmp_path: Path) -> None:
 
 def test_expert_shares_cover_all_experts_once() -> None:
     for size in (1, 2, 3, 8):
-        shares = [expert_share(8, rank, size) for rank in range(size)]
+        shares = [Share(rank, size).of(8) for rank in range(size)]
         assert [e for share in shares for e in share] == list(range(8))
 
 
@@ -71,7 +72,16 @@ def test_a_load_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     spec = tiny_spec()
     write_checkpoint(spec, tmp_path)
     with caplog.at_level("INFO"):
-        load_model(spec, tmp_path, "safetensors", "cpu", 0, 2, "tile656", True, progress=LoadLog(quiet_s=0.0))
+        load_model(
+            spec,
+            tmp_path,
+            "safetensors",
+            "cpu",
+            Placement.expert_split(0, 2),
+            "tile656",
+            True,
+            progress=LoadLog(quiet_s=0.0),
+        )
     assert [record.message[:12] for record in caplog.records[:2]] == ["loading: 10%", "loading: 20%"]
     last = caplog.records[-1].message
     assert last.startswith("loaded ")
@@ -80,7 +90,7 @@ def test_a_load_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 def test_forcing_an_absent_backend_names_what_exists(tmp_path: Path) -> None:
     with pytest.raises(KernelUnsupported, match=r"no backend 'aiter'; registered: triton, reference"):
-        load_model(tiny_spec(), tmp_path, "dummy", "cpu", 0, 1, "tile656", True, kernels="aiter")
+        load_model(tiny_spec(), tmp_path, "dummy", "cpu", WHOLE, "tile656", True, kernels="aiter")
 
 
 def test_config_precedence_and_problems() -> None:

@@ -12,6 +12,7 @@ from headrace.messages import SamplingParams
 from headrace.model.load import load_model
 from headrace.model.miniature import write_miniature
 from headrace.model.mono import MonoEngine
+from headrace.model.placement import WHOLE, Placement
 from headrace.model.source import INDEX_FILE, SafetensorsSource
 from headrace.model.spec import ModelSpec
 from headrace.model.stream import LoadReport
@@ -65,13 +66,13 @@ def test_shapes_are_as_awkward_as_the_real_ones(family: tuple[str, Path, ModelSp
 def test_it_loads_byte_exactly_and_generates(family: tuple[str, Path, ModelSpec]) -> None:
     _, directory, spec = family
     reports: list[LoadReport] = []
-    model = load_model(spec, directory, "safetensors", "cpu", 0, 1, "tile656", True, progress=reports.append)
+    model = load_model(spec, directory, "safetensors", "cpu", WHOLE, "tile656", True, progress=reports.append)
     last = reports[-1]
     assert last.read_tensors == last.rank_tensors == len(reports)
     assert last.read_bytes == last.rank_bytes == last.file_bytes - last.copies_bytes
     assert last.other_ranks_bytes == 0
     assert (last.copies_bytes > 0) == (spec.model_type == "deepseek_v32")
-    dummy = load_model(spec, directory, "dummy", "cpu", 0, 1, "tile656", True)
+    dummy = load_model(spec, directory, "dummy", "cpu", WHOLE, "tile656", True)
     prompt = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     params = SamplingParams(max_tokens=4, temperature=0.0)
     answers = [MonoEngine(m).generate(prompt, params, drafts).tokens for m, drafts in ((model, 2), (dummy, 0))]
@@ -84,7 +85,16 @@ def test_a_rank_reads_its_experts_and_nothing_of_the_others(family: tuple[str, P
     lasts = []
     for rank in (0, 2):
         reports: list[LoadReport] = []
-        load_model(spec, directory, "safetensors", "cpu", rank, 3, "tile656", True, progress=reports.append)
+        load_model(
+            spec,
+            directory,
+            "safetensors",
+            "cpu",
+            Placement.expert_split(rank, 3),
+            "tile656",
+            True,
+            progress=reports.append,
+        )
         lasts.append(reports[-1])
     for report in lasts:
         assert report.read_bytes == report.rank_bytes
@@ -103,7 +113,7 @@ def test_all_that_is_wrong_with_a_sharded_checkpoint_is_one_error(tmp_path: Path
     index["weight_map"]["model.norm.weight_typo"] = files[0].name
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError) as caught:
-        load_model(spec, tmp_path, "safetensors", "cpu", 0, 1, "tile656", True)
+        load_model(spec, tmp_path, "safetensors", "cpu", WHOLE, "tile656", True)
     text = str(caught.value)
     for part in (
         f"cannot read {files[3]}: No such file",
@@ -123,6 +133,8 @@ def test_all_118629_tensors(tmp_path: Path) -> None:
     assert len(list(source.names())) == 118_629
     source.close()
     reports: list[LoadReport] = []
-    load_model(spec, tmp_path, "safetensors", "cpu", 3, 8, "tile656", True, progress=reports.append)
+    load_model(
+        spec, tmp_path, "safetensors", "cpu", Placement.expert_split(3, 8), "tile656", True, progress=reports.append
+    )
     assert reports[-1].rank_tensors == 118_629 - 76 * 224 * 6
     assert reports[-1].read_bytes == reports[-1].rank_bytes

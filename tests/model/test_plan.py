@@ -8,6 +8,7 @@ import pytest
 from headrace.cli import main
 from headrace.errors import ConfigError
 from headrace.model.load import load_model
+from headrace.model.placement import WHOLE
 from headrace.model.plan import parse_size, plan_model
 from headrace.model.spec import ModelSpec
 from headrace.model.testing import tiny_spec, write_checkpoint, write_config
@@ -56,6 +57,22 @@ def test_a_prefill_group_replicates_its_cache_and_decode_ranks_do_not() -> None:
         assert 0 <= decode.left_bytes - room.rank_tokens * room.bytes_per_token < 64 * room.bytes_per_token
 
 
+def test_a_head_split_rank_has_its_share_of_the_layers() -> None:
+    """Nothing is lost or doubled but what is whole everywhere; eight ranks hold what one does."""
+    whole = plan_model("GLM-5.2-FP8", 1, 1, "1TB", "0").groups[0].parts
+    split, decode = plan_model("GLM-5.2-FP8", 8, 8, "288GB", "10%", prefill_tp=8).groups
+    assert (split.head_split, decode.head_split) == (True, False)
+    for part in ("routed experts", "MTP routed experts", "dense MLPs", "shared experts"):
+        assert split.parts[part] * 8 == whole[part]
+    for part in ("indexers", "routers", "norms", "embedding", "head"):
+        assert split.parts[part] == whole[part]
+    # Down-projections to latents are whole: (2048 + 576) x 6144 FP8 values and their scales, in 78 layers.
+    latents = 78 * ((2048 + 576) * 6144 + (16 + 5) * 48 * 4)
+    assert 8 * (split.parts["attention"] - latents) == whole["attention"] - latents
+    for room in split.kv:
+        assert room.group_tokens == room.rank_tokens
+
+
 def test_the_rank_with_the_largest_share_is_planned() -> None:
     one, three = (plan_model("nano", 1, ranks, "1GB", "0").groups[1].parts["routed experts"] for ranks in (1, 3))
     assert three * 16 == one * 6  # 16 experts over 3 ranks: 5, 5 and 6
@@ -72,7 +89,7 @@ def test_a_directory_is_planned_from_its_tensors(tmp_path: Path, quantised: bool
     files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert plan.stored_bytes == pytest.approx(files, rel=0.12)  # the rest is headers
     assert plan.stored_bytes < files
-    load_model(ModelSpec.from_dir(tmp_path), tmp_path, "safetensors", "cpu", 0, 1, "tile656", True)
+    load_model(ModelSpec.from_dir(tmp_path), tmp_path, "safetensors", "cpu", WHOLE, "tile656", True)
 
 
 def test_sizes() -> None:
@@ -82,8 +99,10 @@ def test_sizes() -> None:
     for text in ("288 parsecs", "-1GB", "1.2.3GB", "10%", ""):
         with pytest.raises(ConfigError, match="--hbm"):
             parse_size("--hbm", text)
-    with pytest.raises(ConfigError, match="--decode-ep is 512"):
+    with pytest.raises(ConfigError, match=r"--decode-ep is 512; glm-5\.2-fp8 can be split over 1 to 256 ranks"):
         plan_model("glm-5.2-fp8", 8, 512, "288GB", "10%")
+    with pytest.raises(ConfigError, match=r"--prefill-tp is 65; glm-5\.2-fp8 can be split over 1 to 64 ranks"):
+        plan_model("glm-5.2-fp8", 8, 8, "288GB", "10%", prefill_tp=65)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +117,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "118,629 tensors" in text
     assert main([*words, "100GB"]) == 1
     assert "DOES NOT FIT: a prefill rank is 26.54 GB short" in capsys.readouterr().out
+    assert main([*words, "288GB", "--prefill-tp", "8"]) == 0
+    assert "prefill rank (TP 8)" in capsys.readouterr().out
     assert main(["model", "plan", "--model", "glm-6", "--hbm", "1GB"]) == 2
     assert "not one of nano" in capsys.readouterr().err
     assert main(["model", "--set", "model.path=nano", "plan", "--hbm", "1GB"]) == 0
