@@ -89,7 +89,7 @@ def test_a_load_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_forcing_an_absent_backend_names_what_exists(tmp_path: Path) -> None:
-    with pytest.raises(KernelUnsupported, match=r"no backend 'aiter'; registered: triton, reference"):
+    with pytest.raises(KernelUnsupported, match=r"no op has a backend 'aiter'; there are: reference, triton"):
         load_model(tiny_spec(), tmp_path, "dummy", "cpu", WHOLE, "tile656", True, kernels="aiter")
 
 
