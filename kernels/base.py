@@ -9,6 +9,7 @@ computed with it, where it lies among them, or how long other rows' histories ar
 """
 
 import dataclasses
+import enum
 from typing import Any, Protocol
 
 import torch
@@ -117,6 +118,22 @@ class SparseMla(Protocol):
     ) -> Tensor:
         """Absorbed attention over the selected cache rows: q fp32 [t, H, 576], selection int32 [t, K] (-1: none)
         -> fp32 [t, H, 512]. fp32 softmax. A row without a valid selection gives 0."""
+        ...
+
+
+class Granularity(enum.Enum):
+    """What shares one FP8 scale."""
+
+    TENSOR = "tensor"
+    TOKEN = "token"
+    GROUP = "group"
+    """128 channels of a row"""
+
+
+class Quantise(Protocol):
+    def __call__(self, x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
+        """fp32 or bf16 [..., D] -> (e4m3 [..., D], fp32 scales [1], [...] or [..., ceil(D/128)]); a scale is
+        max(amax, 1e-10) / 448. Both may be buffers that the next call overwrites."""
         ...
 
 

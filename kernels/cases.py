@@ -26,6 +26,7 @@ OPS_WITH_CASES = (
     "linear",
     "router",
     "experts",
+    "quantise",
 )
 
 

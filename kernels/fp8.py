@@ -41,9 +41,14 @@ def readable(codes: Tensor) -> Tensor:
     return torch.where(codes == 0x80, 0, codes)
 
 
+def over_fp8_max(amax: Tensor) -> Tensor:
+    """amax / 448, correctly rounded everywhere: CUDA turns a division by a number into a product with its inverse."""
+    return amax / amax.new_full((1,), FP8_MAX)
+
+
 def power_of_two_scale(amax: Tensor) -> Tensor:
     """2^ceil(log2(max(amax, 1e-4) / 448)), exact: taken from the exponent, not from a logarithm."""
-    mantissa, exponent = torch.frexp(amax.clamp_min(SCALE_FLOOR) / FP8_MAX)
+    mantissa, exponent = torch.frexp(over_fp8_max(amax.clamp_min(SCALE_FLOOR)))
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     return torch.ldexp(torch.ones_like(amax), exponent)
 
@@ -55,7 +60,7 @@ def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     if width % SCALE_TILE:
         x = torch.nn.functional.pad(x, (0, tiles * SCALE_TILE - width))
     grouped = x.reshape(rows, tiles, SCALE_TILE)
-    scales = grouped.abs().amax(-1).clamp_min(ACTIVATION_FLOOR) / FP8_MAX
+    scales = over_fp8_max(grouped.abs().amax(-1).clamp_min(ACTIVATION_FLOOR))
     codes = encode(grouped / scales.unsqueeze(-1)).view(rows, tiles * SCALE_TILE)
     return codes[:, :width].contiguous(), scales
 

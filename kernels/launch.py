@@ -72,6 +72,21 @@ def refuses_triton(context: KernelContext) -> str | None:
     return None if major >= 9 else f"needs compute capability 9.0 or later, the device has {major}.{minor}"
 
 
+def refuses_gluon(context: KernelContext) -> str | None:
+    """Why no kernel written for NVIDIA Hopper in Gluon runs in this context, or None."""
+    reason = refuses_triton(context)
+    if reason is not None:
+        return reason
+    if torch.version.hip is not None:
+        return "written for NVIDIA Hopper"
+    major, minor = torch.cuda.get_device_capability(context.device)
+    if major != 9:
+        return f"written for compute capability 9.0, the device has {major}.{minor}"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "this Triton has no Gluon"
+    return None
+
+
 def refuses_cache_op(context: KernelContext) -> str | None:
     """The same for ops on cached rows."""
     if context.row_format == "bf16":

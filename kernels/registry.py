@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import KernelUnsupported
 from headrace.kernels.base import KernelContext
-from headrace.kernels.launch import CACHE_OPS, architecture, refuses_cache_op, refuses_triton
+from headrace.kernels.launch import CACHE_OPS, architecture, refuses_cache_op, refuses_gluon, refuses_triton
 
 OPS = (
     "norm",
@@ -24,9 +24,22 @@ OPS = (
     "linear",
     "router",
     "experts",
+    "quantise",
 )
-TRITON_OPS = ("norm", "rope", "latent_rows", "index_keys", "index_topk", "sparse_mla", "linear", "experts")
-PREFERENCE = ("aiter", "triton", "reference")
+TRITON_OPS = (
+    "norm",
+    "rope",
+    "latent_rows",
+    "index_keys",
+    "index_topk",
+    "sparse_mla",
+    "linear",
+    "router",
+    "experts",
+    "quantise",
+)
+GLUON_OPS = ("linear", "experts")
+PREFERENCE = ("aiter", "gluon", "triton", "reference")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +108,8 @@ def default_registry() -> Registry:
     """The backends that ship with Headrace."""
     registry = Registry()
     for op in OPS:
+        if op in GLUON_OPS:
+            registry.register(op, Backend("gluon", f"headrace.kernels.{op}.gluon:create", refuses_gluon))
         if op in TRITON_OPS:
             refuses = refuses_cache_op if op in CACHE_OPS else refuses_triton
             registry.register(op, Backend("triton", f"headrace.kernels.{op}.triton:create", refuses))
@@ -130,6 +145,7 @@ class KernelSet:
     linear: Any
     router: Any
     experts: Any
+    quantise: Any
     choices: tuple[Choice, ...]
 
 

@@ -1,4 +1,4 @@
-"""Launch shapes measured on a machine, as data: `kernels/tuned/<op>.<arch>.json`, written by `headrace kernels tune`.
+"""Launch shapes measured on a machine, as data: `kernels/tables/<op>.<arch>.json`, written by `headrace kernels tune`.
 
 A file holds entries of one op on one architecture. Each says for which sizes and dtype a configuration was the fastest;
 a look-up takes the nearest entry, so a table needs no entry for every size. What a configuration's fields mean is its
@@ -17,7 +17,7 @@ import torch
 
 from headrace.errors import KernelUnsupported
 
-FOLDER = Path(__file__).with_suffix("")
+FOLDER = Path(__file__).parent / "tables"
 MEASURED = "measured"
 COMPILED = "compiled, not run"
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.base import KernelContext, Pair
+from headrace.kernels.experts.permute import combine
 from headrace.kernels.experts.reference import ReferenceExperts, ReferenceExpertWeights
 from headrace.kernels.formats import SCALE_TILE
 from headrace.kernels.fp8 import readable
@@ -26,7 +27,6 @@ from headrace.kernels.plan import plan_tiles
 
 SMALL_TILE = Tile(64, 128, warps=4, stages=3)
 LARGE_TILE = Tile(128, 128, warps=8, stages=3)
-COMBINE_WIDTH = 1024
 
 
 @triton.jit
@@ -124,19 +124,6 @@ def down_kernel(
     tl.store(to, out.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
 
 
-@triton.jit
-def combine_kernel(parts_ptr, ids_ptr, out_ptr, D, first_expert, experts, TOP: tl.constexpr, W: tl.constexpr):
-    """fp64 sum of a row's local parts; exact, so its order is of no account."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * W + tl.arange(0, W)
-    total = tl.zeros((W,), tl.float64)
-    for j in range(TOP):
-        local = tl.load(ids_ptr + row * TOP + j) - first_expert
-        here = (local >= 0) & (local < experts) & (column < D)
-        total += tl.load(parts_ptr + (row * TOP + j) * D + column, mask=here, other=0.0).to(tl.float64)
-    tl.store(out_ptr + row * D + column, total, mask=column < D)
-
-
 @dataclasses.dataclass(slots=True)
 class TritonExpertWeights:
     gate_up: Tensor
@@ -200,9 +187,10 @@ class TritonExperts:
         out = torch.empty((rows, width), dtype=torch.float64, device=x.device)
         if rows:
             parts = self._parts(x, scales, ids, weights, weight, first_expert)
-            combine_kernel[(rows, ceil_div(width, COMBINE_WIDTH))](
-                parts, ids, out, width, first_expert, weight.down.shape[0], TOP=top, W=COMBINE_WIDTH
-            )
+            local = ids.flatten() - first_expert
+            here = (local >= 0) & (local < weight.down.shape[0])
+            pair = torch.arange(rows * top, dtype=torch.int32, device=x.device)
+            combine(parts, torch.where(here, pair, -1), out, top)
         return out
 
     def _parts(

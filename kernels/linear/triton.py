@@ -18,30 +18,15 @@ from headrace.kernels.base import KernelContext, Pair
 from headrace.kernels.formats import SCALE_TILE
 from headrace.kernels.fp8 import dequantise_weight, readable
 from headrace.kernels.launch import Tile, ceil_div, fp8_dtype
-from headrace.kernels.numeric import activation_scale, fp8_gain, to_e4m3
+from headrace.kernels.numeric import fp8_gain
+from headrace.kernels.quantise.triton import quantise_groups
 
-QUANTISE_ROWS = 4
+SCALE_PAD = 256
+"""Scales of activations are read for whole tiles of rows: their last stride is a multiple of the largest tile"""
 GROUP_M = 8
 """Row tiles that share a column of weight tiles while it is in the L2 cache"""
 DETERMINISTIC_TILE = Tile(64, 64, warps=4, stages=4)
 FLOAT_TILE = Tile(64, 64, warps=4, stages=3)
-
-
-@triton.jit
-def quantise_kernel(
-    x_ptr, codes_ptr, scales_ptr, rows, width, row_stride, scale_row_stride, scale_tile_stride, R: tl.constexpr
-):
-    """Codes [rows, width] and one scale a row and 128 channels."""
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    tile = tl.program_id(1)
-    column = tile * 128 + tl.arange(0, 128)
-    inside = (row < rows)[:, None] & (column < width)[None, :]
-    wide = row.to(tl.int64)[:, None]
-    x = tl.load(x_ptr + wide * row_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = activation_scale(tl.max(tl.abs(x), 1))
-    codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    tl.store(codes_ptr + wide * width + column[None, :], to_e4m3(codes, codes_ptr), mask=inside)
-    tl.store(scales_ptr + row.to(tl.int64) * scale_row_stride + tile * scale_tile_stride, scale, mask=row < rows)
 
 
 @triton.jit
@@ -153,12 +138,12 @@ def quantise(x: Tensor, transposed: bool = True) -> tuple[Tensor, Tensor]:
     x = x if x.stride(1) == 1 else x.contiguous()
     tiles = ceil_div(width, SCALE_TILE)
     codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device).view(fp8_dtype(x.device))
-    scales = torch.empty((tiles, rows) if transposed else (rows, tiles), dtype=torch.float32, device=x.device)
-    row_stride, tile_stride = (1, rows) if transposed else (tiles, 1)
-    if rows:
-        quantise_kernel[(ceil_div(rows, QUANTISE_ROWS), tiles)](
-            x, codes, scales, rows, width, x.stride(0), row_stride, tile_stride, R=QUANTISE_ROWS, num_warps=4
-        )
+    if transposed:
+        padded = ceil_div(rows, SCALE_PAD) * SCALE_PAD
+        scales = torch.empty((tiles, padded), dtype=torch.float32, device=x.device)[:, :rows]
+    else:
+        scales = torch.empty((rows, tiles), dtype=torch.float32, device=x.device)
+    quantise_groups(x, codes, scales, transposed)
     return codes, scales
 
 

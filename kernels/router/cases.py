@@ -24,6 +24,7 @@ def route(
     return dense, (ids.diff(dim=1) > 0).float()
 
 
+MATRIX = {"router_kernel": ("f32",)}
 CASES = tuple(
     Case("router", name, functools.partial(route, rows=rows, experts=experts, inner=inner, rule=rule), tiny=tiny,
          shape={"experts": experts}, tolerance=Tolerance(1e-3, 1e-3, 1e-4, outliers=1e-4),

@@ -10,7 +10,7 @@ from headrace.config.load import from_dict
 from headrace.config.tree import ModelConfig
 from headrace.errors import ConfigError, KernelUnsupported
 from headrace.kernels.base import KernelContext
-from headrace.kernels.registry import OPS, TRITON_OPS, default_registry, forced_choices, kernel_set
+from headrace.kernels.registry import GLUON_OPS, OPS, TRITON_OPS, default_registry, forced_choices, kernel_set
 
 CPU = KernelContext(torch.device("cpu"), deterministic=True)
 
@@ -22,7 +22,9 @@ def test_a_cpu_gets_the_reference_and_the_reason(op: str) -> None:
     if op in TRITON_OPS:
         installed = importlib.util.find_spec("triton") is not None
         wanted = "needs a GPU, the device is cpu" if installed else "triton is not installed"
-        assert [name for name, reason in choice.rejected if reason.startswith(wanted)] == ["triton"]
+        assert [name for name, reason in choice.rejected if reason.startswith(wanted)] == (
+            ["gluon", "triton"] if op in GLUON_OPS else ["triton"]
+        )
 
 
 def test_a_forced_backend_says_why_it_cannot() -> None:

@@ -40,6 +40,7 @@ class ModelConfig:
             "linear",
             "router",
             "experts",
+            "quantise",
         ),
     )
 

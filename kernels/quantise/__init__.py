@@ -1,0 +1,1 @@
+"""FP8 codes of queries and activations."""
