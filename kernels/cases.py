@@ -65,6 +65,10 @@ class Case:
     def context(self, device: torch.device, deterministic: bool) -> KernelContext:
         return KernelContext(device, deterministic, self.shape, self.row_format)
 
+    def tolerance_of(self, arithmetic: str) -> Tolerance:
+        """`arithmetic`: "fp32" or "bf16", what a backend computes in between (`registry.Backend`)."""
+        return self.bf16_tolerance if arithmetic == "bf16" else self.tolerance
+
     def results(self, kernel: Any, device: torch.device) -> tuple[Tensor, ...]:
         """Run with the case's own seed, so that two backends get the same inputs."""
         torch.manual_seed(len(self.name) + 1)

@@ -103,6 +103,13 @@ class Tile:
     warps: int = 4
     stages: int = 3
 
+    def on(self, device: torch.device) -> "Tile":
+        """On AMD the same in as many stages as 64 KiB of LDS hold, and by at most 4 waves: these are twice as wide as
+        warps, and with 8 of them a wave has half the registers."""
+        if not architecture(device).startswith("gfx"):
+            return self
+        return dataclasses.replace(self, stages=min(self.stages, 2), warps=min(self.warps, 4))
+
     @property
     def options(self) -> dict[str, int]:
         return {"num_warps": self.warps, "num_stages": self.stages}

@@ -49,6 +49,8 @@ class Backend:
     name: str
     entry: str
     refuses: Callable[[KernelContext], str | None] = lambda context: None
+    arithmetic: str = "fp32"
+    """What it computes in where the reference has fp32: says which tolerance it is held to."""
 
     def create(self, context: KernelContext) -> Any:
         module, _, factory = self.entry.partition(":")

@@ -201,7 +201,7 @@ class TritonExperts:
         ids, weights, x = ids.contiguous(), weights.contiguous(), x.contiguous()
         pairs = ids.numel()
         large = not self._deterministic and pairs >= 96 * experts
-        tile = LARGE_TILE if large else SMALL_TILE
+        tile = (LARGE_TILE if large else SMALL_TILE).on(x.device)
         plan = plan_tiles(ids.flatten() - first_expert, experts, tile.m)
         tiles, groups = plan.group.shape[0], ceil_div(inner, SCALE_TILE)
         hidden = torch.empty((pairs, inner), dtype=torch.uint8, device=x.device).view(fp8_dtype(x.device))

@@ -143,7 +143,7 @@ class TritonIndexTopk:
         sequences, blocks = rows.block_tables.shape
         width = blocks * BLOCK_TOKENS
         codes, scaled = quantise_query(q, weights)
-        tile = tile or choose_tile(codes.shape[1], count, sequences, self._deterministic)
+        tile = tile or choose_tile(codes.shape[1], count, sequences, self._deterministic).on(q.device)
         for part in plan_passes(rows, width, self._scratch):
             last_row = rows.last_row[part.rows]
             scores = torch.empty((last_row.shape[0], width), dtype=torch.float32, device=q.device)

@@ -185,6 +185,7 @@ class TritonLinear:
         if not weight.quantised:
             return self._float(x.unsqueeze(1), weight.matrix.unsqueeze(0)).squeeze(1)
         tile = DETERMINISTIC_TILE if self._deterministic else choose_tile(x.shape[0], weight.out_features)
+        tile = tile.on(x.device)
         return fp8_product(*quantise(x), weight, tile, dtype)
 
     def per_head(self, x: Tensor, matrix: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class TritonLinear:
     def _float(x: Tensor, weight: Tensor) -> Tensor:
         """x [t, H, a], weight [H, b, a] of any strides -> fp32 [t, H, b]."""
         rows, heads, inner = x.shape
-        outer, tile = weight.shape[1], FLOAT_TILE
+        outer, tile = weight.shape[1], FLOAT_TILE.on(x.device)
         x = x if x.stride(2) == 1 else x.contiguous()
         out = torch.empty((rows, heads, outer), dtype=torch.float32, device=x.device)
         if rows:

@@ -38,7 +38,10 @@ _binary_before = interpreter.InterpreterBuilder.binary_op
 
 def install() -> None:
     """Interpret every kernel defined from now on. Process-wide; calling it twice is harmless."""
+    # Children of this process (`kernels/aot.py`) compile: they must not inherit it.
+    triton.knobs.propagate_env, before = False, triton.knobs.propagate_env
     triton.knobs.runtime.interpret = True
+    triton.knobs.propagate_env = before
     for module in (tl, core, math, random, standard):
         for name, value in vars(module).items():
             if isinstance(value, JITFunction):

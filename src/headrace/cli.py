@@ -25,6 +25,7 @@ COMMANDS = {
     "status": "ask a running service how it is",
     "store": "look into a running service's KV store: stats, blocks, digests, quotas, pins",
     "generate": "complete a prompt in one process, without the service",
+    "kernels": "which kernels run here and why; check, measure, tune, compile them",
     "model": "plan a model's memory over the ranks of a deployment",
     "lab": "inspect a trace, simulate caches and the service, replay, benchmark",
     "version": "versions of Headrace and what it runs on",
