@@ -13,12 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.base import KernelContext, RouterRule
-from headrace.kernels.launch import ceil_div, next_power_of_two
+from headrace.kernels.launch import architecture, ceil_div, next_power_of_two
 
 STEP = 64
 FEW_ROWS = 64
-PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
-"""Both are fp32 quality; CDNA has plain fp32 matrix instructions and no tf32 triple"""
+
+
+def precision(device: torch.device) -> str:
+    """Both are fp32 quality; CDNA has plain fp32 matrix instructions and no tf32 triple."""
+    return "ieee" if architecture(device).startswith("gfx") else "tf32x3"
 
 
 @triton.jit
@@ -151,7 +154,7 @@ class TritonRouter:
             x, gate.contiguous(), bias, self._parts, self._arrived, ids, weights, rows, width, experts, rule.groups,
             experts // rule.groups, rule.groups_kept, rule.scaling, x.stride(0), NORMALISE=rule.normalise,
             TOP=rule.top_k, E=padded, GROUPS=max(2, next_power_of_two(rule.groups)) if grouped else 1, R=tile.rows,
-            WIDE=tile.wide, CUTS=cuts, STEP=STEP, PRECISION=PRECISION, num_warps=tile.warps, num_stages=tile.stages,
+            WIDE=tile.wide, CUTS=cuts, STEP=STEP, PRECISION=precision(x.device), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return ids, weights
 
