@@ -37,6 +37,10 @@ class GpuRuntime:
         self._bind("IpcOpenMemHandle", ctypes.POINTER(pointer), _IpcHandle, ctypes.c_uint)
         self._bind("IpcCloseMemHandle", pointer)
         self._bind("GetLastError")
+        # CUDA has this one in the driver's library only, under the name of its second version.
+        drivers = library if prefix == "hip" else ctypes.CDLL("libcuda.so.1")
+        self._address_range = drivers["hipMemGetAddressRange" if prefix == "hip" else "cuMemGetAddressRange_v2"]
+        self._address_range.argtypes = (ctypes.POINTER(pointer), ctypes.POINTER(size), pointer)
 
     def copy_2d(
         self, target: tuple[int, int], source: tuple[int, int], width: int, rows: int, kind: int, stream: int
@@ -49,6 +53,14 @@ class GpuRuntime:
 
     def unregister(self, address: int) -> None:
         self._call("unpinning", "HostUnregister", address)
+
+    def allocation(self, address: int) -> int:
+        """Where the allocation begins that holds `address`."""
+        start, size = ctypes.c_void_p(), ctypes.c_size_t()
+        code = self._address_range(ctypes.byref(start), ctypes.byref(size), address)
+        if code or start.value is None:
+            raise GpuError(f"no allocation holds address {address:#x}: error {code}")
+        return start.value
 
     def export(self, address: int) -> bytes:
         """A handle with which another process of this host maps the allocation that begins at `address`."""

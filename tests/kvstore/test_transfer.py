@@ -8,7 +8,7 @@ import torch
 from headrace.kernels.formats import FORMATS
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.pool import DevicePool
-from headrace.kvstore.transfer import digest, load_slab, load_slabs, store_slab, store_slabs
+from headrace.kvstore.transfer import begin_load, digest, load_slab, load_slabs, store_slab, store_slabs
 
 LAYOUTS = [SlabLayout(3, (0, 2), mtp, fmt) for mtp in (True, False) for fmt in sorted(FORMATS)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -124,3 +124,27 @@ def test_a_client_on_a_gpu_pins_the_arena_and_lets_go_of_it(tmp_path):
         client.close()
         assert watcher.pinned_bytes == 0
     node.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [1, 2, 3, 50])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: f"{v.row_format}-{int(v.has_mtp)}")
+def test_a_load_in_groups_of_layers_gives_each_plane_when_it_is_asked_for(layout, groups, device):
+    source, target = random_pool(layout, 3, device, 3), random_pool(layout, 4, device, 4)
+    views = [slab(layout), slab(layout)]
+    store_slabs(source, [0, 2], views)
+    untouched = target.latent[:, 0].clone()
+    loading = begin_load(target, [3, 1], views, groups)
+    for plane in range(layout.latent_planes):
+        assert torch.equal(loading.latent[plane][3], source.latent[plane, 0])
+    for plane in range(layout.index_planes):
+        assert torch.equal(loading.index[plane][1], source.index[plane, 2])
+    assert loading.finish() >= 0.0
+    assert torch.equal(target.latent[:, [3, 1]], source.latent[:, [0, 2]])
+    assert torch.equal(target.index[:, [3, 1]], source.index[:, [0, 2]])
+    assert torch.equal(target.latent[:, 0], untouched)
+
+
+def test_a_load_of_nothing_is_finished():
+    pool = DevicePool(LAYOUTS[0], 2, "cpu")
+    assert begin_load(pool, [], [], 4).finish() == 0.0
