@@ -223,7 +223,7 @@ class StoreAdmin(Protocol):
 class MapWatcher(Protocol):
     """Told of the host tier that a client maps: whoever copies may want the memory pinned."""
 
-    def mapped(self, region: memoryview, keep_alive: Callable[[], object]) -> None:
+    def mapped(self, region: memoryview, slot_bytes: int, keep_alive: Callable[[], object]) -> None:
         """All slots of a newly mapped arena. `keep_alive` is called at least every second while it takes its time. An
         exception refuses the mapping."""
         ...

@@ -160,7 +160,7 @@ class NodeClient(StoreOperations):
         if self._watcher is not None:
             try:
                 # Pinning some hundred GB takes longer than a lease lives.
-                self._watcher.mapped(arena.region(), lambda: connection.call(wire.Heartbeat()))
+                self._watcher.mapped(arena.region(), arena.slot_bytes, lambda: connection.call(wire.Heartbeat()))
             except BaseException:
                 arena.close()
                 raise

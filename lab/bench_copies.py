@@ -37,7 +37,7 @@ class Bench:
         self.populate_s = time.perf_counter() - began
         self.pinning = Pinning()
         began = time.perf_counter()
-        self.pinning.mapped(self.arena.region(), lambda: None)
+        self.pinning.mapped(self.arena.region(), GLM.slot_bytes, lambda: None)
         self.pin_s = time.perf_counter() - began
         self.pool = DevicePool(GLM, slots, "cuda")
         self.views = [self.arena.slot(i)[: GLM.payload_bytes] for i in range(host_slabs)]
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
             row(f"pages for {gigabytes:.1f} GB", gigabytes / bench.populate_s, "GB/s"),
             row("pinning them", gigabytes / bench.pin_s, "GB/s"),
         ]
-        there, back = peaks(bench, min(1 << 30, bench.arena.region().nbytes))
+        there, back = peaks(bench, min(768 << 20, bench.arena.region().nbytes))
         rows += [row("pinned copy to the device", there, "GB/s"), row("pinned copy to the host", back, "GB/s")]
         rows += one_way(bench, args.slabs, there, back)
         rows += both_ways(bench, args.slabs, there, back)

@@ -20,21 +20,23 @@ class Pinning:
         self._chunks: list[int] = []
         self.pinned_bytes = 0
 
-    def mapped(self, region: memoryview, keep_alive: Callable[[], object]) -> None:
+    def mapped(self, region: memoryview, slot_bytes: int, keep_alive: Callable[[], object]) -> None:
         """Register in chunks, all or nothing. If the driver refuses, copies go on from pageable memory, slowly: a
         reason to warn, none to stop serving."""
         runtime = self._runtime = self._runtime or gpu_runtime()
         start = address_of(region)
+        # A copy that crosses from one registration into the next is refused: chunks end where slots end.
+        chunk = max(CHUNK_BYTES // slot_bytes, 1) * slot_bytes
         try:
-            for offset in range(0, region.nbytes, CHUNK_BYTES):
-                runtime.register(start + offset, min(CHUNK_BYTES, region.nbytes - offset))
+            for offset in range(0, region.nbytes, chunk):
+                runtime.register(start + offset, min(chunk, region.nbytes - offset))
                 self._chunks.append(start + offset)
                 keep_alive()
         except GpuError as error:
             log.warning(
                 "%d of %d bytes of the host tier were pinned, then: %s (a limit of locked memory, `ulimit -l`?); "
                 "copies will be slow",
-                len(self._chunks) * CHUNK_BYTES, region.nbytes, error,
+                len(self._chunks) * chunk, region.nbytes, error,
             )  # fmt: skip
             self.unmapping(region)
         else:

@@ -53,6 +53,20 @@ def test_the_whole_arena_is_registered_in_chunks_and_nothing_stays(node, monkeyp
     assert driver.registered == {}
 
 
+def test_no_slot_lies_across_two_registrations(node, monkeypatch):
+    """The driver refuses a copy from memory that was registered in two pieces."""
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", 2 * LAYOUT.slot_bytes + 4096)
+    driver = Driver()
+    client = connect(node, Pinning(driver))
+    assert [size // LAYOUT.slot_bytes for size in driver.seen] == [2, 2, 1]
+    assert all(size % LAYOUT.slot_bytes == 0 for size in driver.seen)
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", 1)
+    other = Driver()
+    connect(node, Pinning(other)).close()
+    assert other.seen == [LAYOUT.slot_bytes] * 5
+    client.close()
+
+
 def test_a_new_daemon_gets_the_old_arena_unpinned_first(node):
     driver = Driver(limit=1)  # two arenas at once would be refused
     watcher = Pinning(driver)
