@@ -1,14 +1,15 @@
-"""`headrace model`: what a model costs in memory."""
+"""`headrace model`: what a model costs in memory, and how good the one that ships with Headrace is."""
 
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.model.plan import GroupPlan, ModelPlan
 
-HELP = "Plan a model's memory over the ranks of a deployment"
+HELP = "Plan a model's memory over the ranks of a deployment; measure the nano checkpoint"
 EXAMPLE = "headrace model plan --model GLM-5.2-FP8 --prefill-cp 8 --decode-ep 8 --hbm 288GB"
 
 
@@ -28,6 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Given twice, so that it may stand on either side of the second word.
     plan.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="machine-readable output")
     plan.set_defaults(model_run=run_plan)
+    measure = nested.add_parser("eval", help="measure a checkpoint of the nano family on held-out Python text")
+    measure.add_argument("model", metavar="X", help="`nano`, or a directory that its training wrote")
+    measure.add_argument("--quick", action="store_true", help="a minute or two instead of some twenty; rougher figures")
+    measure.add_argument(
+        "--no-baseline", action="store_true", help="leave out the byte 5-gram, which reads the packages installed here"
+    )
+    measure.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="machine-readable output")
+    measure.set_defaults(model_run=run_eval)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,6 +62,43 @@ def run_plan(args: argparse.Namespace) -> int:
     else:
         print(render_plan(plan))
     return 0 if plan.fits else 1
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    from headrace.model.nano.evaluate.evaluate import FULL, QUICK, Evaluation, installed_training_texts
+
+    evaluation = Evaluation(args.model, QUICK if args.quick else FULL, lambda line: print(line, file=sys.stderr))
+    texts, source = (None, "") if args.no_baseline else installed_training_texts()
+    result = evaluation.run(texts, source)
+    print(json.dumps(result) if args.json else render_eval(result))
+    return 0
+
+
+def render_eval(result: dict[str, Any]) -> str:
+    loss, recall = result["loss"], result["recall"]
+    lines = [f"held-out loss      {loss['nats_a_token']:.4f} nats a token, {loss['bits_a_byte']:.4f} bits a byte"]
+    if "baseline" in result:
+        base = result["baseline"]
+        lines.append(
+            f"byte 5-gram        {base['bits_a_byte']:.4f} bits a byte, from {base['trained_on_bytes']:,} bytes"
+        )
+    lines += ["", "tokens a verify step, 4 drafts, bonus included"]
+    for name, got in result["accepted"].items():
+        rates = " ".join(f"{rate:.2f}" for rate in got["by_draft"])
+        lines.append(f"  {name:26s} {got['tokens_a_step']:.2f}   drafts accepted {rates}   {got['steps']} steps")
+    lines += ["", "nats a token by position: whole context, 1,024 to 2,048 tokens of it, difference"]
+    for name, got in result["long_context"].items():
+        lines.append(f"  {name:14s} {got['nats']:.3f}  {got['short_context_nats']:.3f}  {got['cost']:+.3f}")
+    lines += ["", f"dense attention caught by the selection (best possible); indexers in {recall['indexer_layers']}"]
+    for name, got in recall["by_layer"].items():
+        best = recall["best_possible"][name]
+        lines.append(f"  {name:14s} " + " ".join(f"{a:.3f} ({b:.3f})" for a, b in zip(got, best, strict=True)))
+    lines += ["", "replies to requests for a function"]
+    for name, got in result["chat"].items():
+        shares = ", ".join(f"{what} {got[what]:.0%}" for what in ("ended", "parses", "defines"))
+        lines.append(f"  {name:26s} {shares} of {got['requests']}")
+    lines.append(f"{result['seconds']} s")
+    return "\n".join(lines)
 
 
 def render_plan(plan: "ModelPlan") -> str:

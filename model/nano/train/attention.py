@@ -130,12 +130,11 @@ class Attention(nn.Module):
             out = functional.scaled_dot_product_attention(q, p.k, p.v, attn_mask=mask[:, None], scale=scale)
         return linear(out.transpose(1, 2).flatten(2), self.o_proj, mode)
 
-    @torch.no_grad()
     def row_probabilities(self, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
         """Head-averaged dense attention fp32 [B, R, T] of the query rows `rows` [R]: what the indexer should find."""
         logits = (q[:, :, rows] @ k.transpose(-1, -2)).float() * self.shape.qk_head_dim**-0.5
         hidden = ~causal_mask(rows, k.shape[-2])
-        return logits.masked_fill_(hidden, float("-inf")).softmax(-1).mean(1)
+        return logits.masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
 
     @torch.no_grad()
     def selection(self, x: Tensor, c_q: Tensor, table: Tensor, mode: Mode) -> Tensor:

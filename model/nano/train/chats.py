@@ -1,7 +1,7 @@
-"""Conversations made from source files by rule: ask for a function, continue a file, read and edit through tools.
+"""Conversations made from source files by rule: ask for a function, continue a file, ask about code, use tools.
 
-Everything an assistant says is code from the file or a sentence read off its syntax tree. Rendered with the shipped
-chat template, so that training and serving see the same bytes.
+What an assistant says is code from the file, its docstring, a sentence read off its syntax tree, or small talk
+(talk.py). Rendered with the shipped chat template, so that training and serving see the same bytes.
 """
 
 import ast
@@ -13,7 +13,10 @@ from typing import Any
 
 import jinja2
 
+from headrace.model.nano.train.talk import SNIPPETS, TALK
+
 Message = dict[str, Any]
+KINDS, SHARES = ("function", "continue", "tools", "question", "talk"), (0.48, 0.16, 0.12, 0.14, 0.10)
 MAX_CODE_CHARS = 2_400
 ASK_BODY = (
     "Complete this Python function.",
@@ -29,6 +32,18 @@ ASK_MORE = (
     "What comes next in this file?",
     "Keep writing this module:",
 )
+ASK_MEANING = (
+    "What does this function do?",
+    "Explain this function.",
+    "Describe this code in one sentence.",
+    "Summarise this function.",
+)
+ASK_DOCSTRING = (
+    "Write a docstring for this function.",
+    "Document this function.",
+    "Add a docstring.",
+)
+ASK_ARGUMENTS = ("Which arguments does this function take?", "What are the parameters?", "What does it call?")
 SYSTEM = (
     "You are a helpful coding assistant.",
     "You write Python code.",
@@ -60,6 +75,13 @@ class Function:
     arguments: tuple[str, ...]
     summary: str
     calls: tuple[str, ...]
+    signature: int
+    """characters of `header` before the docstring"""
+
+    @property
+    def bare(self) -> str:
+        """The code without its docstring."""
+        return self.header[: self.signature] + self.body
 
     @property
     def code(self) -> str:
@@ -104,7 +126,9 @@ def functions_of(source: str) -> list[Function]:
         )
         arguments = tuple(a.arg for a in node.args.args if a.arg != "self")[:5]
         if len(header) + len(body) <= MAX_CODE_CHARS:
-            found.append(Function(node.name, header, body, arguments, summary, _call_names(node)))
+            quoted = lines[node.body[0].lineno - 1 : start] if summary else []
+            signature = len(header) - sum(len(line[dedent:] if line.strip() else line) for line in quoted)
+            found.append(Function(node.name, header, body, arguments, summary, _call_names(node), signature))
     return found
 
 
@@ -116,12 +140,40 @@ def _function_chat(rng: random.Random, functions: list[Function]) -> list[Messag
     """Asks for one to three functions, by header or by description."""
     messages: list[Message] = []
     for function in rng.sample(functions, min(len(functions), rng.choice((1, 1, 2, 3)))):
-        if function.summary and rng.random() < 0.4:
-            ask = f"Write a Python function `{function.name}`. {function.summary}"
+        if function.summary and rng.random() < 0.5:
+            named = f"Write a Python function `{function.name}`. {function.summary}"
+            wish = function.summary[0].lower() + function.summary[1:].rstrip(".")
+            ask = named if rng.random() < 0.7 else f"Write a function `{function.name}` to {wish}."
         else:
             ask = f"{rng.choice(ASK_BODY)}\n\n{function.header.rstrip()}\n"
         messages += [{"role": "user", "content": ask}, _turn(rng, function, function.code)]
     return messages
+
+
+def _question_chat(rng: random.Random, functions: list[Function]) -> list[Message]:
+    """Shows a function without its docstring and asks what it does, for its docstring, or what it takes."""
+    told = [f for f in functions if f.summary and len(f.bare) < MAX_CODE_CHARS // 2] or functions
+    function = rng.choice(told)
+    code = f"```python\n{function.bare.rstrip()}\n```" if rng.random() < 0.6 else function.bare.rstrip()
+    kinds: list[tuple[tuple[str, ...], str]] = [(ASK_ARGUMENTS, function.plan)]
+    if function.summary:
+        kinds += [(ASK_MEANING, function.summary), (ASK_DOCSTRING, f'"""{function.summary}"""')]
+    rng.shuffle(kinds)
+    messages: list[Message] = []
+    for i, (asks, answer) in enumerate(kinds[: rng.choice((1, 1, 2))]):
+        ask = f"{rng.choice(asks)}\n\n{code}" if i == 0 else rng.choice(asks)
+        messages += [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def _talk_chat(rng: random.Random, functions: list[Function]) -> list[Message]:
+    """Small talk, a first request, or small talk around a request for a function."""
+    asks, answer = rng.choice(TALK if rng.random() < 0.6 else SNIPPETS)
+    talk = [{"role": "user", "content": rng.choice(asks)}, {"role": "assistant", "content": answer}]
+    order = rng.random()
+    if order < 0.6:
+        return talk
+    return [*talk, *_function_chat(rng, functions)] if order < 0.8 else [*_function_chat(rng, functions), *talk]
 
 
 def _continuation_chat(rng: random.Random, source: str, functions: list[Function]) -> list[Message]:
@@ -173,20 +225,25 @@ def _tool_chat(rng: random.Random, path: str, source: str, functions: list[Funct
     return [*messages, {"role": "assistant", "content": f"I added `{function.name}` to {path}."}]
 
 
+def template(path: Path) -> jinja2.Template:
+    """A checkpoint's chat template."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value, ensure_ascii=True: json.dumps(value, ensure_ascii=ensure_ascii)
+    return environment.from_string(path.read_text())
+
+
 class ChatMaker:
     """Turns source files into rendered conversations. One instance a process: the template is compiled once."""
 
-    def __init__(self, template: Path) -> None:
-        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value, ensure_ascii=True: json.dumps(value, ensure_ascii=ensure_ascii)
-        self.template = environment.from_string(template.read_text())
+    def __init__(self, path: Path) -> None:
+        self.template = template(path)
 
     def make(self, path: str, source: str, rng: random.Random) -> list[str]:
         """A few conversations about one file, each ended the way a model ends its turn."""
         functions = functions_of(source)
         if not functions:
             return []
-        kinds = rng.choices(("function", "continue", "tools"), (0.6, 0.25, 0.15), k=min(4, 1 + len(functions) // 4))
+        kinds = rng.choices(KINDS, SHARES, k=min(4, 1 + len(functions) // 4))
         chats = []
         for kind in kinds:
             tools = TOOLS if kind == "tools" else None
@@ -194,6 +251,10 @@ class ChatMaker:
                 messages = _function_chat(rng, functions)
             elif kind == "continue":
                 messages = _continuation_chat(rng, source, functions)
+            elif kind == "question":
+                messages = _question_chat(rng, functions)
+            elif kind == "talk":
+                messages = _talk_chat(rng, functions)
             else:
                 messages = _tool_chat(rng, path, source, functions)
             if rng.random() < 0.3:

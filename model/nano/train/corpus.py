@@ -9,6 +9,7 @@ import multiprocessing
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,9 @@ SKIPPED_FOLDERS = {
 }
 HELD_OUT = frozenset({"click", "werkzeug", "seaborn", "toolz", "humanize", "sortedcontainers", "flax", "treescope"})
 MIN_FILE_BYTES, MAX_FILE_BYTES = 256, 160_000
+# A training file goes if this share of its long lines, and so many of them, also stand in held-out files: a vendored or
+# edited copy, which the fingerprint of the whole file does not see.
+COPIED_SHARE, COPIED_LINES, LONG_LINE = 0.2, 8, 30
 # No single package may be more than this share of the corpus budget: the largest are repetitive.
 MAX_PACKAGE_BYTES = 24_000_000
 
@@ -91,10 +95,37 @@ def _standard_library() -> tuple[Package, list[tuple[str, Path]]]:
     return package, [(str(p.relative_to(root)), p) for p in sorted(root.rglob("*.py"))]
 
 
-def _candidates(refused: list[str]) -> list[tuple[Package, list[tuple[str, Path]]]]:
+def _long_lines(text: str) -> list[str]:
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if len(line) >= LONG_LINE and not line.startswith("#")]
+
+
+def without_copies(training: list[Package], held_out: list[Package]) -> int:
+    """Drops training files that share too many lines with the held-out packages; returns how many went."""
+    known = {line for package in held_out for _, text in package.documents for line in _long_lines(text)}
+    gone = 0
+    for package in training:
+        kept = []
+        for path, text in package.documents:
+            lines = _long_lines(text)
+            shared = sum(line in known for line in lines)
+            if shared < COPIED_LINES or shared < COPIED_SHARE * len(lines):
+                kept.append((path, text))
+        gone += len(package.documents) - len(kept)
+        package.documents = kept
+    return gone
+
+
+def _distributions(sites: Sequence[Path]) -> Iterator[importlib.metadata.Distribution]:
+    yield from importlib.metadata.distributions()
+    if sites:
+        yield from importlib.metadata.distributions(path=[str(site) for site in sites])
+
+
+def _candidates(refused: list[str], sites: Sequence[Path]) -> list[tuple[Package, list[tuple[str, Path]]]]:
     """Every admitted distribution with its source files. Held-out packages come first: their copies elsewhere go."""
     known: dict[str, importlib.metadata.Distribution] = {}
-    for dist in importlib.metadata.distributions():
+    for dist in _distributions(sites):
         known.setdefault((dist.metadata["Name"] or "?").lower().replace("_", "-"), dist)
     found: list[tuple[Package, list[tuple[str, Path]]]] = []
     for name in sorted(known, key=lambda n: (n not in HELD_OUT, n)):
@@ -106,10 +137,11 @@ def _candidates(refused: list[str]) -> list[tuple[Package, list[tuple[str, Path]
     return [*found, _standard_library()]
 
 
-def gather() -> tuple[list[Package], list[Package], list[str]]:
-    """Training packages, held-out packages, and `name: reason` for each distribution left out."""
+def gather(sites: Sequence[Path] = ()) -> tuple[list[Package], list[Package], list[str]]:
+    """Training packages, held-out packages, and `name: reason` for each distribution left out. `sites`: further
+    folders with installed packages; of two of one name the interpreter's own is taken."""
     refused: list[str] = []
-    candidates = _candidates(refused)
+    candidates = _candidates(refused, sites)
     wanted = [
         (package, name, path)
         for package, sources in candidates
@@ -128,7 +160,9 @@ def gather() -> tuple[list[Package], list[Package], list[str]]:
         taken_bytes[package.name] = taken_bytes.get(package.name, 0) + len(content[0])
     packages = [package for package, _ in candidates if package.documents]
     training = [package for package in packages if package.name not in HELD_OUT]
-    return training, [package for package in packages if package.name in HELD_OUT], refused
+    held_out = [package for package in packages if package.name in HELD_OUT]
+    without_copies(training, held_out)
+    return [package for package in training if package.documents], held_out, refused
 
 
 def data_sheet(training: list[Package], held_out: list[Package], refused: list[str]) -> str:

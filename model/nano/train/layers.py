@@ -24,6 +24,7 @@ class Mode:
     distil_rows: int = 0  # query rows a sequence on which the indexer is fitted to dense attention
     draft_steps: int = 1  # chained MTP steps
     soft_drafts: bool = False  # MTP learns the main model's distribution instead of the text
+    concentrate: bool = False  # attention learns to leave little outside the selection, on the distillation rows
 
 
 def as_stored(weight: Tensor, mode: Mode) -> Tensor:

@@ -10,13 +10,13 @@ from torch import Tensor
 from headrace.model.nano.train.layers import MoE
 from headrace.model.nano.train.model import Losses, NanoModel
 from headrace.model.nano.train.optim import Optimiser
-from headrace.model.nano.train.schedule import Stage, rate_at, stage_at
+from headrace.model.nano.train.schedule import FIRST, Schedule, Stage
 from headrace.model.nano.train.shape import NanoShape
 from headrace.model.nano.train.tokens import Corpus
 
 BALANCE_RATE = 5e-3  # at the peak learning rate; it falls with it
-# Weights of the MTP losses (step 0, each chained step) and of the indexer loss beside the main loss.
-DRAFT_WEIGHT, CHAIN_WEIGHT, INDEXER_WEIGHT = 0.3, 0.15, 1.0
+# Weights beside the main loss: MTP step 0, each chained step, indexers, attention outside the selection.
+DRAFT_WEIGHT, CHAIN_WEIGHT, INDEXER_WEIGHT, SPREAD_WEIGHT = 0.3, 0.2, 1.0, 0.1
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Plan:
 
     budget_s: float
     stop_after_s: float
-    peak_rate: float = 8e-3
+    schedule: Schedule = FIRST
     shrink: int = 1
     compiled: bool = True
     log_every: int = 50
@@ -72,20 +72,21 @@ class Trainer:
         self.generator.manual_seed(self.progress.steps)
 
     def run(self) -> None:
-        """Trains until this run's time or the whole budget is spent."""
+        """Trains until this run's time or the whole budget is spent. Compiling counts as training."""
         began, before = time.monotonic(), self.progress.elapsed_s
         current: Stage | None = None
+        mark = (began, self.progress.tokens)
         while True:
             spent = time.monotonic() - began
             self.progress.elapsed_s = before + spent
             share = self.progress.elapsed_s / self.plan.budget_s
             if spent >= self.plan.stop_after_s or share >= 1.0:
                 return
-            stage = stage_at(share)
+            stage = self.plan.schedule.stage_at(share, self.progress.steps)
             if stage is not current:
                 self._enter(stage)
-                current, mark = stage, (time.monotonic(), self.progress.tokens)
-            losses = self._step(stage, rate_at(share, self.plan.peak_rate))
+                current = stage
+            losses = self._step(stage, self.plan.schedule.rate_at(share))
             if self.progress.steps % self.plan.log_every == 0:
                 self._log(stage, losses, mark)
                 mark = (time.monotonic(), self.progress.tokens)
@@ -107,12 +108,14 @@ class Trainer:
             total = losses.main + DRAFT_WEIGHT * losses.drafts[0] + CHAIN_WEIGHT * sum(losses.drafts[1:])
         if losses.indexers:
             total = total + INDEXER_WEIGHT * torch.stack(losses.indexers).sum()
+        if losses.spreads:
+            total = total + SPREAD_WEIGHT * torch.stack(losses.spreads).sum()
         total.backward()
         self.optimiser.step(rate)
         for parameter in self.model.parameters():
             parameter.grad = None
         if not stage.indexers_only:
-            self._balance(losses, BALANCE_RATE * rate / self.plan.peak_rate)
+            self._balance(losses, BALANCE_RATE * rate / self.plan.schedule.peak)
         self.progress.steps += 1
         self.progress.tokens += count * length
         return losses
@@ -143,6 +146,6 @@ class Trainer:
         print(
             f"{self.progress.elapsed_s:6.0f}s step {self.progress.steps:5d} {self.progress.tokens / 1e6:7.1f}M "
             f"{stage.name:10s} {rate / 1e3:6.0f}k tok/s  main {main:.3f}  drafts {show(losses.drafts)}  "
-            f"indexers {show(losses.indexers)}  top load {worst:.2f}",
+            f"indexers {show(losses.indexers)}  spreads {show(losses.spreads)}  top load {worst:.2f}",
             flush=True,
         )

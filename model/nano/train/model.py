@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace.model.nano.train.attention import Attention, Projected
+from headrace.model.nano.train.attention import Attention, Projected, select
 from headrace.model.nano.train.layers import DenseMLP, Mode, MoE, RMSNorm, rotary_table
 from headrace.model.nano.train.shape import NanoShape
 
@@ -48,7 +48,8 @@ class Block(nn.Module):
             mask = self.self_attn.selection(normed, p.c_q, table, mode)
         probabilities = scores = None
         if rows is not None:
-            probabilities = self.self_attn.row_probabilities(p.q, p.k, rows)
+            with torch.set_grad_enabled(mode.concentrate and torch.is_grad_enabled()):
+                probabilities = self.self_attn.row_probabilities(p.q, p.k, rows)
             if self.self_attn.indexer is not None:
                 scores = self.self_attn.row_scores(normed, p.c_q, table, rows, mode)
         x, load = self._finish(x, self.self_attn.attend(p.q, p, mask, mode), mode)
@@ -59,7 +60,10 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """A later MTP step: queries of x at the positions of `table`, keys, values and selection of step 0."""
         q, _ = self.self_attn.project_queries(self.input_layernorm(x), table, mode)
-        probabilities = None if rows is None else self.self_attn.row_probabilities(q, p.k, rows)
+        probabilities = None
+        if rows is not None:
+            with torch.no_grad():
+                probabilities = self.self_attn.row_probabilities(q, p.k, rows)
         return self._finish(x, self.self_attn.attend(q, p, mask, mode), mode)[0], probabilities
 
     def _finish(self, x: Tensor, attended: Tensor, mode: Mode) -> tuple[Tensor, Tensor | None]:
@@ -75,6 +79,7 @@ class Losses:
     main: Tensor
     drafts: list[Tensor] = field(default_factory=list)
     indexers: list[Tensor] = field(default_factory=list)
+    spreads: list[Tensor] = field(default_factory=list)
     loads: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -82,6 +87,12 @@ def divergence(target: Tensor, scores: Tensor) -> Tensor:
     """KL(target ‖ softmax(scores)) in nats a row; target fp32 [B, R, T], scores −inf where not visible."""
     log_q = scores.log_softmax(-1).clamp_min(-1e4)
     return (torch.xlogy(target, target) - target * log_q).sum(-1).mean()
+
+
+def spread(probabilities: Tensor, mask: Tensor) -> Tensor:
+    """Mean of −log of the attention that falls inside a selection: fp32 and bool [B, R, T], in nats a row."""
+    inside = (probabilities * mask).sum(-1)
+    return -inside.clamp_min(1e-6).log().mean()
 
 
 def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -134,6 +145,7 @@ class NanoModel(nn.Module):
         table = rotary_table(torch.arange(tokens.shape[1], device=x.device), self.shape)
         mask: Tensor | None = None
         scores: Tensor | None = None
+        chosen: Tensor | None = None
         group: list[Tensor] = []
         for i, block in enumerate(self.layers[: self.shape.mtp_layer]):
             out = block(x, table, mask, rows, mode)
@@ -145,7 +157,10 @@ class NanoModel(nn.Module):
             if out.scores is not None:
                 self._distil(group, scores, losses)
                 group, scores = [], out.scores
-            group.append(out.probabilities)
+                chosen = select(scores.detach(), rows, self.shape.index_topk) if mode.concentrate else None
+            if chosen is not None:
+                losses.spreads.append(spread(out.probabilities, chosen))
+            group.append(out.probabilities.detach())
         if losses is not None:
             self._distil(group, scores, losses)
         return self.norm(x)
@@ -179,7 +194,10 @@ class NanoModel(nn.Module):
             losses.loads[self.shape.mtp_layer] = out.load
         few = Projected(p.q[:share], p.k[:share], p.v[:share], p.c_q[:share])
         mask = None if out.mask is None else out.mask[:share]
-        group = [] if out.probabilities is None else [out.probabilities[:share]]
+        group = [] if out.probabilities is None else [out.probabilities[:share].detach()]
+        if losses is not None and rows is not None and mode.concentrate:
+            chosen = select(out.scores.detach(), rows, self.shape.index_topk)
+            losses.spreads.append(spread(out.probabilities, chosen))
         for step in range(1, mode.draft_steps):
             u = self.combine(next_tokens(step, states[-1])[:share], states[-1][:share])
             x, probabilities = block.chain(u, rotary_table(positions + step, self.shape), few, mask, rows, mode)

@@ -16,28 +16,36 @@ from headrace.model.nano.train.corpus import Package
 ENCODE_BATCH = 512
 # Share of files that also become conversations, and of windows that come from the conversation stream.
 CHAT_FILE_SHARE = 0.5
-CHAT_WINDOW_SHARE = 0.15
+CHAT_WINDOW_SHARE = 0.2
 # Half of the windows begin where a document does, as every request does.
 ALIGNED_SHARE = 0.5
+# A package is drawn with its size to this power: the largest few are repetitive and would be half of all windows.
+SIZE_POWER = 0.6
 
 
 @dataclass
 class Stream:
-    """`ids` int16/int32 [n] on one device, and the offsets at which documents start, int64 [m]."""
+    """`ids` int16/int32 [n] on one device; `starts` int64 [m], offsets at which documents start; `packages` int64 [p],
+    the documents (indices into `starts`) at which packages start."""
 
     ids: Tensor
     starts: Tensor
+    packages: Tensor
 
     def to(self, device: str) -> "Stream":
-        return Stream(self.ids.to(device), self.starts.to(device))
+        return Stream(self.ids.to(device), self.starts.to(device), self.packages.to(device))
 
     def windows(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """int64 [count, length]: windows at random offsets, part of them aligned to document starts."""
+        """int64 [count, length]: windows of packages drawn by size to SIZE_POWER, half at a document's start."""
         device, last = self.ids.device, self.ids.numel() - length
-        offsets = torch.randint(last, (count,), generator=generator, device=device)
-        picks = torch.randint(self.starts.numel(), (count,), generator=generator, device=device)
-        aligned = torch.rand(count, generator=generator, device=device) < ALIGNED_SHARE
-        offsets = torch.where(aligned, self.starts[picks].clamp_max(last), offsets)
+        begins = self.starts[self.packages]
+        sizes = torch.diff(begins, append=begins.new_tensor([self.ids.numel()]))
+        documents = torch.diff(self.packages, append=begins.new_tensor([self.starts.numel()]))
+        drawn = torch.multinomial(sizes.double() ** SIZE_POWER, count, replacement=True, generator=generator)
+        place, pick, aligned = torch.rand(3, count, generator=generator, device=device, dtype=torch.float64)
+        offsets = begins[drawn] + (place * sizes[drawn]).long()
+        starts = self.starts[self.packages[drawn] + (pick * documents[drawn]).long()]
+        offsets = torch.where(aligned < ALIGNED_SHARE, starts, offsets).clamp_max(last)
         return self.ids[offsets[:, None] + torch.arange(length, device=device)].long()
 
 
@@ -45,8 +53,10 @@ def _batched(texts: list[str]) -> list[list[str]]:
     return [texts[i : i + ENCODE_BATCH] for i in range(0, len(texts), ENCODE_BATCH)]
 
 
-def encode_stream(tokenizer: Tokenizer, texts: list[str], end: str | None) -> Stream:
-    """Encodes texts in order, each followed by the token `end` if given."""
+def encode_stream(tokenizer: Tokenizer, groups: list[list[str]], end: str | None) -> Stream:
+    """Encodes the texts of each package in order, each followed by the token `end` if given."""
+    texts = [text for group in groups for text in group]
+    firsts = np.cumsum([0, *(len(group) for group in groups)])[:-1]
     tail = [] if end is None else [tokenizer.token_to_id(end)]
     chunks: list[np.ndarray] = []
     starts, total = [], 0
@@ -56,7 +66,11 @@ def encode_stream(tokenizer: Tokenizer, texts: list[str], end: str | None) -> St
             starts.append(total)
             total += len(ids)
             chunks.append(ids)
-    return Stream(torch.from_numpy(np.concatenate(chunks)), torch.tensor(starts))
+    return Stream(torch.from_numpy(np.concatenate(chunks)), torch.tensor(starts), torch.from_numpy(firsts))
+
+
+def _texts(packages: list[Package]) -> list[list[str]]:
+    return [[text for _, text in package.documents] for package in packages if package.documents]
 
 
 _maker: ChatMaker | None = None
@@ -101,10 +115,9 @@ class Corpus:
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
         order = list(training)
         random.Random(0).shuffle(order)
-        code = encode_stream(tokenizer, [text for p in order for _, text in p.documents], "<|endoftext|>")
-        chat = encode_stream(tokenizer, conversations(training, checkpoint / "chat_template.jinja"), None)
-        fresh = encode_stream(tokenizer, [text for p in held_out for _, text in p.documents], "<|endoftext|>")
-        return cls(code, chat, fresh)
+        code = encode_stream(tokenizer, _texts(order), "<|endoftext|>")
+        chat = encode_stream(tokenizer, [conversations(training, checkpoint / "chat_template.jinja")], None)
+        return cls(code, chat, encode_stream(tokenizer, _texts(held_out), "<|endoftext|>"))
 
     def to(self, device: str) -> "Corpus":
         return Corpus(self.code.to(device), self.chat.to(device), self.held_out.to(device))
@@ -116,8 +129,8 @@ class Corpus:
         return torch.cat((code, self.chat.windows(chats, length, generator))) if chats else code
 
     def save(self, path: Path) -> None:
-        torch.save([(s.ids, s.starts) for s in (self.code, self.chat, self.held_out)], path)
+        torch.save([(s.ids, s.starts, s.packages) for s in (self.code, self.chat, self.held_out)], path)
 
     @classmethod
     def load(cls, path: Path) -> "Corpus":
-        return cls(*(Stream(ids, starts) for ids, starts in torch.load(path, weights_only=True)))
+        return cls(*(Stream(*parts) for parts in torch.load(path, weights_only=True)))

@@ -1,6 +1,7 @@
 """What a trained checkpoint cannot show to be right: rounding, licences, data, drafts, one dry run of every stage."""
 
 import ast
+import math
 import random
 from email.message import Message
 
@@ -11,10 +12,11 @@ from tokenizers import Tokenizer
 from headrace.model.nano import checkpoint_path
 from headrace.model.nano.train.attention import causal_mask, select
 from headrace.model.nano.train.chats import ChatMaker, functions_of
-from headrace.model.nano.train.corpus import looks_written
+from headrace.model.nano.train.corpus import Package, looks_written, without_copies
 from headrace.model.nano.train.layers import Mode, rotary_table, rotate
 from headrace.model.nano.train.licences import permissive_licence
 from headrace.model.nano.train.loop import Plan, Trainer
+from headrace.model.nano.train.model import spread
 from headrace.model.nano.train.optim import orthogonalise
 from headrace.model.nano.train.quant import (
     dequantise_weight,
@@ -23,10 +25,9 @@ from headrace.model.nano.train.quant import (
     round_cache,
     round_weight,
 )
-from headrace.model.nano.train.report import accepted_lengths
-from headrace.model.nano.train.schedule import STAGES, rate_at, stage_at
+from headrace.model.nano.train.schedule import FIRST, SCHEDULES, SECOND, Phase, Schedule, Stage
 from headrace.model.nano.train.shape import NanoShape
-from headrace.model.nano.train.tokens import Corpus, Stream, encode_stream
+from headrace.model.nano.train.tokens import SIZE_POWER, Corpus, Stream, encode_stream
 
 SOURCE = '''
 def add(left, right):
@@ -43,6 +44,10 @@ class Box:
         self.lock.turn(key)
         return self.content
 '''
+COPIED = "".join(
+    f"class Box{i}:\n    def take_number_{i}(self, first_argument, second_argument):\n        return first_argument\n"
+    for i in range(10)
+)
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (576, 256), (128, 128), (1, 130)])
@@ -121,6 +126,7 @@ def test_functions_are_cut_into_header_and_body():
     assert (add.name, add.arguments, add.summary) == ("add", ("left", "right"), "Add two numbers.")
     assert add.header.endswith('"""Add two numbers."""\n')
     assert add.body.startswith("    total")
+    assert add.bare == "def add(left, right):\n" + add.body
     assert unlock.header == "def open(self, key):\n"
     for function in (add, unlock):
         ast.parse(function.code)
@@ -133,9 +139,14 @@ def test_conversations_have_the_form_of_requests():
     assert all(chat.startswith("[gMASK]<sop><|") for chat in chats)
     assert all(chat.endswith(("<|user|>", "<|endoftext|>")) for chat in chats)
     assert any("<tool_call>read_file<arg_key>path</arg_key>" in chat for chat in chats)
+    assert any(
+        '"""Add two numbers."""<|user|>' in chat or "<|assistant|><think></think>Add two numbers.<" in chat
+        for chat in chats
+    )
+    assert any("I am the nano model of Headrace" in chat for chat in chats)
     assert any("Reasoning Effort" in chat for chat in chats)
     assert not all("Reasoning Effort" in chat for chat in chats)
-    stream = encode_stream(tokenizer, chats, None)
+    stream = encode_stream(tokenizer, [chats], None)
     assert stream.starts[0] == 0
     assert (stream.ids[stream.starts] == tokenizer.token_to_id("[gMASK]")).all()
 
@@ -166,49 +177,85 @@ def test_orthogonalised_updates_have_even_singular_values():
     assert 0.5 < values.min() < values.max() < 1.4
 
 
-def test_accepted_lengths_follow_verify_steps():
-    tokens = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
-    perfect = torch.stack([torch.tensor([i + 2, i + 3]) for i in range(9)])
-    assert accepted_lengths(tokens, perfect, prompt=1) == [3, 3, 3]
-    assert accepted_lengths(tokens, torch.zeros_like(perfect), prompt=1) == [1] * 7
-    first_only = perfect.clone()
-    first_only[:, 1] = -1
-    assert accepted_lengths(tokens, first_only, prompt=1) == [2, 2, 2, 2]
-
-
-def test_stages_cover_the_budget_in_order():
-    ends = [stage.until for stage in STAGES]
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_phases_cover_the_budget_in_order(schedule):
+    ends = [phase.until for phase in schedule.phases]
     assert ends == sorted(ends)
     assert ends[-1] == 1.0
-    assert stage_at(0.0) is STAGES[0]
-    assert stage_at(1.0) is STAGES[-1]
-    assert rate_at(0.2, 1.0) == 1.0
-    assert rate_at(0.999, 1.0) < 0.05
+    assert schedule.stage_at(0.0, 0) in schedule.phases[0].stages
+    assert schedule.stage_at(1.0, 0) in schedule.phases[-1].stages
+    assert schedule.rate_at(0.2) == schedule.peak
+    assert schedule.rate_at(0.999) < 0.05 * schedule.peak
 
 
-def test_every_stage_takes_a_step_and_resumes(tmp_path):
+def test_stages_of_a_phase_take_turns_by_weight():
+    often, seldom = Stage("often", 1, 8, Mode(), weight=4), Stage("seldom", 1, 8, Mode(), weight=2)
+    schedule = Schedule((Phase(1.0, (often, seldom)),), 1.0, 0.5, 0.0)
+    names = [schedule.stage_at(0.3, step).name for step in range(12)]
+    assert names.count("often") == 8
+    assert names[:6] == names[6:]
+    assert names[:3].count("seldom") == names[3:6].count("seldom") == 1
+
+
+def tiny_corpus() -> Corpus:
     ids = torch.randint(0, 3_000, (4_000,), dtype=torch.int16)
-    stream = Stream(ids, torch.tensor([0, 1_000]))
-    trainer = Trainer(NanoShape(), Corpus(stream, stream, stream), "cpu", Plan(1.0, 1.0, shrink=64, compiled=False))
-    for stage in STAGES:
+    stream = Stream(ids, torch.tensor([0, 1_000]), torch.tensor([0]))
+    return Corpus(stream, stream, stream)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_every_stage_takes_a_step(schedule):
+    trainer = Trainer(NanoShape(), tiny_corpus(), "cpu", Plan(1.0, 1.0, schedule, shrink=64, compiled=False))
+    for stage in schedule.stages:
         trainer._enter(stage)
-        frozen = trainer.model.norm.weight.clone(), trainer.model.layers[0].mlp.gate_proj.clone()
+        before = trainer.model.layers[0].mlp.gate_proj.clone()
         losses = trainer._step(stage, 1e-3)
         assert len(losses.drafts) == stage.mode.draft_steps
         assert len(losses.indexers) == (4 if stage.mode.distil_rows else 0)
-        assert torch.equal(frozen[1], trainer.model.layers[0].mlp.gate_proj) == stage.indexers_only
+        assert len(losses.spreads) == (7 if stage.mode.concentrate else 0)
+        assert torch.equal(before, trainer.model.layers[0].mlp.gate_proj) == stage.indexers_only
+
+
+def test_training_resumes(tmp_path):
+    trainer = Trainer(NanoShape(), tiny_corpus(), "cpu", Plan(1.0, 1.0, FIRST, shrink=64, compiled=False))
+    trainer._step(FIRST.stages[0], 1e-3)
     trainer.save(tmp_path / "state.pt")
-    again = Trainer(NanoShape(), Corpus(stream, stream, stream), "cpu", Plan(1.0, 1.0, compiled=False), seed=5)
+    again = Trainer(NanoShape(), tiny_corpus(), "cpu", Plan(1.0, 1.0, SECOND, compiled=False), seed=5)
     again.load(tmp_path / "state.pt")
     assert again.progress == trainer.progress
     assert torch.equal(again.model.lm_head, trainer.model.lm_head)
 
 
+def test_attention_outside_the_selection_costs():
+    probabilities = torch.tensor([[[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]])
+    inside = torch.tensor([[[True, True, False], [True, False, False]]])
+    assert spread(probabilities, inside).item() == pytest.approx(-math.log(0.8) / 2)
+    assert spread(probabilities, ~inside).item() > 5  # nothing of the second row is inside: bounded, not infinite
+
+
+def test_windows_favour_no_package_by_size_alone():
+    ids = torch.cat([torch.full((size,), i, dtype=torch.int16) for i, size in enumerate((100_000, 1_000))])
+    stream = Stream(ids, torch.tensor([0, 50_000, 100_000]), torch.tensor([0, 2]))
+    windows = stream.windows(4_000, 1, torch.Generator().manual_seed(0))
+    share = (windows == 1).float().mean().item()
+    assert share == pytest.approx(1_000**SIZE_POWER / (1_000**SIZE_POWER + 100_000**SIZE_POWER), abs=0.02)
+    starts = stream.windows(4_000, 2, torch.Generator().manual_seed(1))
+    assert starts.shape == (4_000, 2)
+
+
+def test_copies_of_held_out_files_do_not_reach_training():
+    held = Package("held", "1", "MIT", [("held/a.py", COPIED)])
+    renamed = COPIED.replace("class Box", "class Crate") + "\n\ndef other():\n    return 1\n"
+    mine = "".join(f"def own_{i}(argument):\n    return compute_something({i}, argument)\n" for i in range(12))
+    training = [Package("other", "1", "MIT", [("copy.py", renamed), ("mine.py", mine)])]
+    assert without_copies(training, [held]) == 1
+    assert [path for path, _ in training[0].documents] == ["mine.py"]
+
+
 def test_drafting_while_training_sees_no_later_token():
     torch.manual_seed(0)
     trainer_mode = Mode(draft_steps=3)
-    stream = Stream(torch.zeros(10, dtype=torch.int16), torch.tensor([0]))
-    model = Trainer(NanoShape(), Corpus(stream, stream, stream), "cpu", Plan(1, 1, compiled=False)).model
+    model = Trainer(NanoShape(), tiny_corpus(), "cpu", Plan(1, 1, compiled=False)).model
     tokens = torch.randint(0, 3_000, (1, 24))
     changed = tokens.clone()
     changed[0, 15:] = 7
