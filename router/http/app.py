@@ -22,6 +22,7 @@ from headrace.router.http.errors import (
     retry_headers,
 )
 from headrace.router.http.messages import count_tokens, create_message
+from headrace.router.http.responses import create_response
 from headrace.router.http.service import Service
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
@@ -36,6 +37,7 @@ def build_app(service: Service, admin: Admin) -> FastAPI:
         ("POST", "/v1/messages/count_tokens", count_tokens),
         ("POST", "/v1/completions", create_completion),
         ("POST", "/v1/chat/completions", create_chat_completion),
+        ("POST", "/v1/responses", create_response),
         ("GET", "/v1/models", admin.models),
         ("GET", "/v1/models/{model:path}", admin.model),
         ("GET", "/health", admin.health),

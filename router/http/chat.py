@@ -14,7 +14,6 @@ from headrace.router.answers.arguments import ToolTypes
 from headrace.router.answers.glm import THINK, CallArguments, CallStart, Content, GlmParser, Piece, Reasoning, merged
 from headrace.router.answers.text import TextDelta
 from headrace.router.generation import Generation
-from headrace.router.http.body import check
 from headrace.router.http.conversation import check_tools, template_messages, template_options
 from headrace.router.http.errors import openai_error
 from headrace.router.http.recall import Answers, Conversation, Prompt
@@ -30,7 +29,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     tenant, raw = await service.read(request)
     with contextlib.ExitStack() as place:
         place.enter_context(service.admitted())
-        fields = check(ChatRequest, raw)
+        fields = service.fields(ChatRequest, raw)
         service.check_model(fields.model)
         tools, structure = _structure(fields)
         conversation, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
@@ -64,7 +63,7 @@ def _render(
     service: Service, fields: ChatRequest, tools: list[dict[str, Any]], prompt_of: Callable[[str], Prompt]
 ) -> tuple[Conversation, Prompt]:
     """Runs in a worker thread."""
-    options = template_options(fields.chat_template_kwargs, fields.reasoning_effort)
+    options = template_options(fields.chat_template_kwargs, fields.reasoning_effort, fields.thinking)
     conversation = Conversation(service.model.template, template_messages(fields.messages), tools, options)
     return conversation, prompt_of(conversation.text())
 

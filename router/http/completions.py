@@ -12,7 +12,6 @@ from headrace.errors import HeadraceError, InputError
 from headrace.router.answers.grammar import grammar_of
 from headrace.router.answers.text import TextDelta
 from headrace.router.generation import Generation
-from headrace.router.http.body import check
 from headrace.router.http.errors import openai_error
 from headrace.router.http.recall import Answers, Prompt
 from headrace.router.http.schemas import MAX_CHOICES, CompletionRequest
@@ -27,7 +26,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
     with contextlib.ExitStack() as place:
         place.enter_context(service.admitted())
-        fields = check(CompletionRequest, raw)
+        fields = service.fields(CompletionRequest, raw)
         service.check_model(fields.model)
         _refuse_unsupported(fields)
         text = format_text(fields.response_format, "response_format") or guided_text(fields)

@@ -89,9 +89,18 @@ def check_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     return found
 
 
-def template_options(kwargs: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
-    """The template's variables. `reasoning_effort: none` switches thinking off, as other servers take it."""
+def template_options(
+    kwargs: Mapping[str, Any] | None, reasoning_effort: str | None, thinking: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The template's variables. `reasoning_effort: none` switches thinking off, as other servers take it; so does
+    `thinking: {"type": "disabled"}`, as the API of the model's maker has it."""
     options: dict[str, Any] = {}
+    if thinking is not None:
+        if thinking.get("type") not in ("enabled", "disabled"):
+            raise InputError("thinking.type: expected 'enabled' or 'disabled'", "thinking.type")
+        options["enable_thinking"] = thinking["type"] == "enabled"
+        if isinstance(thinking.get("clear_thinking"), bool):
+            options["clear_thinking"] = thinking["clear_thinking"]
     if reasoning_effort is not None:
         options["reasoning_effort"] = reasoning_effort
         if reasoning_effort == "none":

@@ -30,7 +30,6 @@ from headrace.router.http.anthropic_input import (
     structure,
     thinking_options,
 )
-from headrace.router.http.body import check
 from headrace.router.http.chat import call_id
 from headrace.router.http.conversation import check_tools, template_messages
 from headrace.router.http.errors import anthropic_error, json_response
@@ -48,7 +47,7 @@ async def create_message(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
     with contextlib.ExitStack() as place:
         place.enter_context(service.admitted())
-        fields = check(MessagesRequest, raw)
+        fields = service.fields(MessagesRequest, raw, anthropic=True)
         service.check_model(fields.model)
         tools = check_tools(openai_tools(fields))
         wanted = structure(fields, tools)
@@ -68,7 +67,7 @@ async def create_message(service: Service, request: Request) -> Response:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
-    fields = check(MessagesRequest, {"max_tokens": 1, **raw})
+    fields = service.fields(MessagesRequest, {"max_tokens": 1, **raw}, anthropic=True)
     service.check_model(fields.model)
     tools = check_tools(openai_tools(fields))
     structure(fields, tools)

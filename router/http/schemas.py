@@ -79,6 +79,7 @@ class ChatRequest(CommonRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def answer_limit(self) -> tuple[int | None, str]:

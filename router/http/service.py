@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 
 from headrace.config import RouterConfig
@@ -20,14 +21,16 @@ from headrace.messages import SamplingParams
 from headrace.router.answers.text import TextRules
 from headrace.router.base import GenerationEngine
 from headrace.router.generation import Generation, GenerationSpec
-from headrace.router.http.body import read_json
+from headrace.router.http.body import check, read_json
 from headrace.router.http.recall import Recall
 from headrace.router.http.schemas import CommonRequest
 from headrace.router.http.tenants import Tenants, tenant_salt
+from headrace.router.http.unknown import check_unknown
 from headrace.router.metrics import Metrics
 from headrace.router.served import ServedModel
 
 T = TypeVar("T")
+Fields = TypeVar("Fields", bound=BaseModel)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -69,6 +72,12 @@ class Service:
         """(tenant, JSON body). Raises NotAuthenticated before the body is read."""
         tenant = self.tenants.tenant(request)
         return tenant, await read_json(request, self.config.max_body_bytes)
+
+    def fields(self, model: type[Fields], raw: dict[str, Any], *, anthropic: bool = False) -> Fields:
+        """The body as `model`. Raises InputError naming the first field that is wrong or unknown."""
+        if self.config.unknown_fields == "refuse":
+            check_unknown(raw, model.model_fields, anthropic=anthropic)
+        return check(model, raw)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model.name:

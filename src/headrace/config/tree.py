@@ -186,6 +186,11 @@ class RouterConfig:
         unit="bytes",
         minimum=0,
     )
+    unknown_fields: str = setting(
+        "refuse",
+        "Fields of a request that are neither known nor known to change nothing: `refuse` with 400 or `ignore`",
+        choices=("refuse", "ignore"),
+    )
     keep_alive_s: int = setting(900, "Idle HTTP connections are kept this long", unit="seconds", minimum=1)
 
 

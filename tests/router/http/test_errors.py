@@ -67,6 +67,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
             ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some"}}}, "tool_choice"),
         )
     ],
+    (CHAT, {"model": "nano", "messages": [USER], "temprature": 1}, 400, "temprature", None),
+    (CHAT, {"model": "nano", "messages": [USER], "repetition_penalty": 1.1}, 400, "repetition_penalty", None),
+    (CHAT, {"model": "nano", "messages": [USER], "modalities": ["audio"]}, 400, "modalities", None),
+    (CHAT, {"model": "nano", "messages": [USER], "thinking": {"type": "x"}}, 400, "thinking.type", None),
+    (COMPLETIONS, {"model": "nano", "prompt": "x", "messages": []}, 400, "messages", None),
     (CHAT, {"model": "nano", "messages": [USER], "top_logprobs": 3}, 400, "top_logprobs", None),
     (
         CHAT,
@@ -98,6 +103,15 @@ async def test_wrong_requests_name_the_field() -> None:
         too_long = await client.post(COMPLETIONS, json={"model": "nano", "prompt": [1] * 65536})
         assert "65536" in error_of(too_long)["message"]
         assert stack.held() == 0
+
+
+async def test_fields_that_change_nothing_are_taken() -> None:
+    harmless = {"store": False, "metadata": {"a": "b"}, "repetition_penalty": 1.0, "cache_salt": "s", "lora_path": None}
+    body = {"model": "nano", "messages": [USER], "max_tokens": 2, **harmless}
+    async with running_stack() as stack, httpx.AsyncClient(base_url=stack.url) as client:
+        assert (await client.post(CHAT, json=body)).status_code == 200
+    async with running_stack(router={"unknown_fields": "ignore"}) as stack, httpx.AsyncClient() as client:
+        assert (await client.post(stack.url + CHAT, json={**body, "temprature": 1})).status_code == 200
 
 
 async def test_broken_bodies_paths_and_methods() -> None:

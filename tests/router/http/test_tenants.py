@@ -28,7 +28,7 @@ async def test_tenants_do_not_share_names() -> None:
         assert first == second
         assert (cold, warm, foreign, lonely) == (0, 192, 0, 0)
         assert len({first, other, alone}) == 3
-        chosen, hit = await ask(stack, client, "b1", cache_salt="acme", user="acme", tenant="acme")
+        chosen, hit = await ask(stack, client, "b1", cache_salt="acme", user="acme")
         assert chosen == other
         assert hit == 192
 
