@@ -97,6 +97,16 @@ class NameChain:
         self.names += new
         return new
 
+    @property
+    def rest(self) -> bytes:
+        """Tokens after the last full block, little-endian u32."""
+        return self._rest
+
+    def follow(self, names: Sequence[BlockName], rest: bytes) -> None:
+        """Append blocks whose names are known, and the tokens after them: what `extend` would have made of them."""
+        self.names += names
+        self._rest = rest
+
     def truncate(self, blocks: int) -> None:
         """Keep the first `blocks` full blocks and forget all tokens after them (a conversation that was edited)."""
         if blocks <= len(self.names):

@@ -2,18 +2,18 @@
 
 A sequence reserves blocks for prompt and answer before it is prefilled: the answer that is expected of it, since one
 that grows longer makes room on its rank (decode/README.md), or the longest that it may become (`decode.admission:
-strict`). The queue is first come, first served and bounded; a request is refused only when the queue is full *and* it
-does not fit now.
+strict`). The queue is bounded and fair between tenants (`fair.py`); a request is refused only when the queue is full
+*and* it does not fit now.
 """
 
 import asyncio
-import collections
 import dataclasses
 from collections.abc import Callable
 
 from headrace.errors import CapacityError, NeverFits
 from headrace.forecast import AnswerLengths
 from headrace.kernels.formats import BLOCK_TOKENS
+from headrace.router.fair import FairQueue, Waiter
 
 SPECULATION_ROWS = 16
 """Rows behind the committed ones that verify and draft steps write."""
@@ -39,20 +39,19 @@ class RankRoom:
         return self.reserved_blocks + blocks <= self.blocks and self.sequences < self.sequences_limit
 
 
-class Waiter:
-    """One request in the queue; `admit` returns True when it took its place."""
-
-    def __init__(self, admit: Callable[[], bool]) -> None:
-        self.admit = admit
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-
 class Admission:
-    def __init__(self, rooms: dict[str, RankRoom], *, queue_limit: int, strict: bool = True) -> None:
+    def __init__(
+        self,
+        rooms: dict[str, RankRoom],
+        *,
+        queue_limit: int,
+        strict: bool = True,
+        weight: Callable[[str], float] = lambda _tenant: 1.0,
+    ) -> None:
         self.rooms = rooms
         self.lengths = AnswerLengths()
         self._strict = strict
-        self._queue: collections.deque[Waiter] = collections.deque()
+        self._queue = FairQueue(weight)
         self._queue_limit = queue_limit
 
     @property
@@ -73,17 +72,23 @@ class Admission:
                 f"the largest decode rank has {largest}: shorten the prompt or lower max_tokens"
             )
 
-    async def wait(self, admit: Callable[[], bool], deadline: float) -> None:
-        """Return as soon as `admit()` succeeds, in order of arrival. Raises CapacityError when the queue is full or the
-        deadline (loop clock) passes first."""
+    @property
+    def queued_by_tenant(self) -> dict[str, int]:
+        return self._queue.lengths()
+
+    async def wait(
+        self, admit: Callable[[], bool], deadline: float, tenant: str = "", priority: int = 0, cost: float = 1.0
+    ) -> None:
+        """Return as soon as `admit()` succeeds, when it is this request's turn. Raises CapacityError when the queue is
+        full or the deadline (loop clock) passes first. `cost`: what it will take, in blocks."""
         if not self._queue and admit():
             return
+        waiter = Waiter(admit, asyncio.get_running_loop().create_future(), tenant, priority, cost)
         if len(self._queue) >= self._queue_limit:
             if admit():
                 return
-            raise CapacityError(f"{len(self._queue)} requests already wait for room (limit {self._queue_limit})")
-        waiter = Waiter(admit)
-        self._queue.append(waiter)
+            self._make_place(tenant)
+        self._queue.add(waiter)
         try:
             async with asyncio.timeout_at(deadline):
                 await waiter.admitted
@@ -94,10 +99,22 @@ class Admission:
                 self._queue.remove(waiter)
                 self.poke()
 
+    def _make_place(self, tenant: str) -> None:
+        """Raises CapacityError unless somebody else can be refused instead."""
+        full = CapacityError(f"{len(self._queue)} requests already wait for room (limit {self._queue_limit})")
+        other = self._queue.to_displace(tenant)
+        if other is None:
+            raise full
+        self._queue.remove(other)
+        if not other.admitted.done():
+            other.admitted.set_exception(full)
+
     def poke(self) -> None:
-        """Room may have appeared: admit from the head of the queue while it fits."""
-        while self._queue and self._queue[0].admit():
-            self._queue.popleft().admitted.set_result(None)
+        """Room may have appeared: admit whoever's turn it is while it fits."""
+        while (waiter := self._queue.next()) is not None and waiter.admit():
+            self._queue.take(waiter)
+            if not waiter.admitted.done():
+                waiter.admitted.set_result(None)
 
     def reserve(self, rank: str, blocks: int) -> None:
         room = self.rooms[rank]

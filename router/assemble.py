@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from fastapi import FastAPI
 
 from headrace.config import Config
-from headrace.ids import Incarnation
+from headrace.ids import Incarnation, Namespace
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.base import Directory
+from headrace.kvstore.names import namespace
 from headrace.router.admission import SPECULATION_ROWS, Admission, RankRoom
 from headrace.router.costs import CostModel
 from headrace.router.decode_client import DecodeClient
@@ -22,12 +23,16 @@ from headrace.router.engine import Engine
 from headrace.router.fleet import Box, Fleet
 from headrace.router.http.admin import Admin
 from headrace.router.http.app import build_app
+from headrace.router.http.limits import TenantLimits, parse_limits
 from headrace.router.http.recall import Recall
 from headrace.router.http.service import Service
-from headrace.router.http.tenants import Tenants
+from headrace.router.http.tenants import Tenants, tenant_salt
+from headrace.router.journal import Journal
 from headrace.router.metrics import Metrics
+from headrace.router.observe import Observers
 from headrace.router.peer import PeerIdentity
 from headrace.router.placement import GroupLoad, Placer
+from headrace.router.policies import policy_of
 from headrace.router.prefill_client import PrefillClient
 from headrace.router.served import ServedModel
 from headrace.router.tokens.known import KnownTexts
@@ -86,9 +91,16 @@ async def assemble(config: Config, model: ServedModel, directory: Directory, bac
     fleet = Fleet(prefill_clients, decode_clients, backends.nodes)
     costs = CostModel()
     metrics = Metrics(costs)
-    placer = _placer(config, prefill_clients, decode_clients, directory, costs)
-    engine = Engine(prefill_clients, decode_clients, placer, metrics)
+    clock = asyncio.get_running_loop().time
+    limits = TenantLimits(parse_limits(config.router.tenant_limits), clock)
+    placer = _placer(config, prefill_clients, decode_clients, directory, costs, limits)
+    journal = Journal(config.router.explain_bytes, clock, lambda ids: model.tokenizer.decode(ids, skip_special=False))
+    engine = Engine(prefill_clients, decode_clients, placer, Observers(metrics, journal))
     workers = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="tokenise")
+
+    def root(tenant: str) -> Namespace | None:
+        return namespace(identity.fingerprint, tenant_salt(tenant)) if identity.fingerprint else None
+
     known = KnownTexts(model.tokenizer, config.router.known_text_bytes)
     service = Service(
         config=config.router,
@@ -96,14 +108,18 @@ async def assemble(config: Config, model: ServedModel, directory: Directory, bac
         engine=engine,
         metrics=metrics,
         tenants=Tenants(config.router.api_keys, config.router.admin_key),
+        limits=limits,
+        journal=journal,
         workers=workers,
-        recall=Recall(known, model.tokenizer, workers),
+        recall=Recall(known, model.tokenizer, workers, root),
         fingerprint=lambda: identity.fingerprint,
         largest_answer=lambda prompt_tokens: _largest_answer(placer.admission, prompt_tokens),
         retry_after_s=lambda: _retry_after_s(placer),
     )
     metrics.queued.set_function(lambda: placer.admission.queued)
-    admin = Admin(service=service, fleet=fleet, whole_config=config)
+    metrics.refused_early.set_function(lambda: placer.refused_early)
+    metrics.open_pairs.set_function(lambda: len(placer.breakers.open(clock())))
+    admin = Admin(service=service, fleet=fleet, whole_config=config, placer=placer)
     router = Router(
         app=build_app(service, admin),
         service=service,
@@ -130,6 +146,7 @@ def _placer(
     decode: Mapping[str, DecodeClient],
     directory: Directory,
     costs: CostModel,
+    limits: TenantLimits,
 ) -> Placer:
     limit = config.decode.max_running + config.decode.max_queued
     rooms = {name: RankRoom(blocks=config.decode.device_blocks, sequences_limit=limit) for name in decode}
@@ -138,8 +155,16 @@ def _placer(
         for name, client in prefill.items()
     }
     strict = config.decode.admission == "strict"
-    admission = Admission(rooms, queue_limit=config.decode.max_queued, strict=strict)
-    return Placer(directory, costs, groups, admission, lambda name: decode[name].connected)
+    admission = Admission(rooms, queue_limit=config.decode.max_queued, strict=strict, weight=limits.weight)
+    return Placer(
+        directory,
+        costs,
+        groups,
+        admission,
+        lambda name: decode[name].connected,
+        policy=policy_of(config.router.policy),
+        slo_ttft_s=config.router.slo_ttft_s,
+    )
 
 
 def _healthy(client: PrefillClient) -> bool:

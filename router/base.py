@@ -5,9 +5,10 @@ All of it lives on one asyncio event loop; nothing here is thread-safe. No torch
 
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.ids import BlockName, Namespace, RequestId
+from headrace.kvstore.names import NameChain
 from headrace.messages import SamplingParams, TokenLogprob
 
 
@@ -23,6 +24,11 @@ class SequenceRequest:
     deadline: float
     """On the loop's clock (`loop.time()`)."""
     publish: bool = True
+    chain: NameChain | None = None
+    """Names of the prompt's blocks, if they are known; never changed."""
+    tenant: str = ""
+    priority: int = 0
+    session: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -82,6 +88,24 @@ class Demand:
     answer_tokens: int
     """Most tokens that may still be generated."""
     deadline: float
+    request_id: RequestId = RequestId("")
+    tenant: str = ""
+    priority: int = 0
+    """Higher ones of the same tenant go first."""
+    session: str = ""
+    """What the client calls its session; for the policy of that name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Why a place was taken."""
+
+    matched: dict[str, int]
+    """Leading blocks of the prompt: "host", and the device tiers of the group and the rank that were chosen."""
+    groups: tuple[Any, ...]
+    """Candidates (`policies.Group`), best first."""
+    ranks: tuple[Any, ...]
+    """Candidates (`policies.Rank`), best first."""
 
 
 class Ticket(Protocol):
@@ -94,9 +118,18 @@ class Ticket(Protocol):
     predicted_cached_tokens: int
     predicted_prefill_s: float
     """Restore and compute, without the queue."""
+    choice: Choice
 
-    def prefill_finished(self) -> None:
+    def prefill_finished(self, *, computed: bool = True) -> None:
         """The prefill group is done with it; idempotent."""
+        ...
+
+    def failed(self) -> None:
+        """This group and this rank did not work together."""
+        ...
+
+    def worked(self) -> None:
+        """They did."""
         ...
 
     def release(self) -> None:

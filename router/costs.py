@@ -1,12 +1,14 @@
 """What a placement is predicted to take, learnt from what placements took. Pure arithmetic, seconds and blocks.
 
-prefill time = fixed + new tokens x compute + restored blocks x restore + blocks of those that come from disk or another
-node x promote; all rates are fitted online from PrefillDone.
-The start values only matter until the first few prompts; they are a CPU running the nano model.
+prefill time = fixed + new tokens x (compute + context x attend) + restored blocks x restore + blocks of those that come
+from disk or another node x promote; fitted online from PrefillDone. `context` is how many tokens a new token looks back over, on average: a hit and half of what is new. The start values
+only matter until the first few prompts; they are a CPU running the nano model.
 """
 
 import dataclasses
 import math
+
+import numpy as np
 
 START_FIXED_S = 0.02
 """Seconds of a prompt that has nothing to compute."""
@@ -24,41 +26,54 @@ PRIOR_WEIGHT = 3.0
 """The start values count as so many observations."""
 ERROR_SMOOTHING = 0.05
 """Share of the newest observation in the exported error."""
+TYPICAL_CONTEXT = 32768.0
+"""Tokens; scales the fit, so that its numbers are of one size."""
 
 
 class LineFit:
-    """y = fixed + slope * x by recursive least squares with forgetting, never negative."""
+    """y = fixed + x * (slope + context * context_slope), by least squares with forgetting, no coefficient negative."""
 
-    def __init__(self, fixed: float, slope: float, typical_x: float) -> None:
-        # The start line as two weighted observations, at 0 and at the typical x.
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        for x in (0.0, typical_x):
-            self._add(x, fixed + slope * x, PRIOR_WEIGHT)
-        self.fixed, self.slope = fixed, slope
+    def __init__(self, fixed: float, slope: float, typical_x: float, context_slope: float = 0.0) -> None:
+        self._x = typical_x
+        self._left, self._right = np.zeros((3, 3)), np.zeros(3)
+        self.fixed, self.slope, self.context_slope = fixed, slope, context_slope
+        # The start plane as weighted observations.
+        for x, context in ((0.0, 0.0), (typical_x, 0.0), (typical_x, TYPICAL_CONTEXT)):
+            self._add(x, context, self.predict(x, context), PRIOR_WEIGHT)
 
-    def _add(self, x: float, y: float, weight: float) -> None:
-        self._n += weight
-        self._x += weight * x
-        self._y += weight * y
-        self._xx += weight * x * x
-        self._xy += weight * x * y
+    def _add(self, x: float, context: float, y: float, weight: float) -> None:
+        row = np.array([1.0, x / self._x, x / self._x * context / TYPICAL_CONTEXT])
+        self._left += weight * np.outer(row, row)
+        self._right += weight * row * y
 
-    def learn(self, x: float, y: float) -> None:
-        if not (math.isfinite(x) and math.isfinite(y)) or x < 0 or y < 0:
+    def learn(self, x: float, y: float, context: float = 0.0) -> None:
+        if not all(math.isfinite(v) and v >= 0 for v in (x, y, context)):
             return
-        for name in ("_n", "_x", "_y", "_xx", "_xy"):
-            setattr(self, name, getattr(self, name) * FORGET)
-        self._add(x, y, 1.0)
-        spread = self._n * self._xx - self._x * self._x
-        slope = (self._n * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._n * self._xx else 0.0
-        slope = max(0.0, slope)
-        fixed = max(0.0, (self._y - slope * self._x) / self._n)
-        if fixed == 0.0 and self._xx > 0.0:
-            slope = self._xy / self._xx
-        self.fixed, self.slope = fixed, slope
+        self._left *= FORGET
+        self._right *= FORGET
+        self._add(x, context, y, 1.0)
+        fixed, slope, bend = self._solve()
+        self.fixed, self.slope = fixed, slope / self._x
+        self.context_slope = bend / self._x / TYPICAL_CONTEXT
 
-    def predict(self, x: float) -> float:
-        return self.fixed + self.slope * x
+    def _solve(self) -> list[float]:
+        """The plane, without the terms that would come out negative."""
+        kept = [0, 1, 2]
+        # A little weight on zero for directions that nobody has seen.
+        ridge = np.eye(3) * 1e-9 * np.trace(self._left)
+        while kept:
+            at = np.ix_(kept, kept)
+            found = np.linalg.solve(self._left[at] + ridge[at], self._right[kept])
+            if (found >= 0).all():
+                plane = [0.0, 0.0, 0.0]
+                for i, value in zip(kept, found.tolist()):
+                    plane[i] = value
+                return plane
+            kept.pop(int(found.argmin()))
+        return [0.0, 0.0, 0.0]
+
+    def predict(self, x: float, context: float = 0.0) -> float:
+        return self.fixed + x * (self.slope + context * self.context_slope)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +84,12 @@ class PromptWork:
     restore_blocks: int
     promote_blocks: int = 0
     """Of those, how many have to come up from below the host tier first."""
+    cached_tokens: int = 0
+
+    @property
+    def context(self) -> float:
+        """Tokens a new token looks back over, on average."""
+        return self.cached_tokens + self.new_tokens / 2
 
 
 class CostModel:
@@ -85,7 +106,7 @@ class CostModel:
 
     def prefill_s(self, work: PromptWork) -> float:
         moved_s = self.restore_s * work.restore_blocks + self.promote_s * work.promote_blocks
-        return self.compute.predict(work.new_tokens) + moved_s
+        return self.compute.predict(work.new_tokens, work.context) + moved_s
 
     def decode_s(self, missing_blocks: int, sequences: int) -> float:
         """Until the second token: pull what the rank lacks, then one step among `sequences` others."""
@@ -98,7 +119,7 @@ class CostModel:
             share = ERROR_SMOOTHING if self.observations else 1.0
             self.error += share * (abs(predicted_s - measured) / measured - self.error)
         self.observations += 1
-        self.compute.learn(work.new_tokens, compute_s)
+        self.compute.learn(work.new_tokens, compute_s, work.context)
         if work.promote_blocks and restore_s >= 0:
             promoting_s = max(0.0, restore_s - self.restore_s * work.restore_blocks)
             self.promote_s += (1 - FORGET) * 5 * (promoting_s / work.promote_blocks - self.promote_s)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as Seq
 
 from headrace.errors import (
     BlockMiss,
@@ -26,7 +27,7 @@ from headrace.errors import (
     RankLost,
     StoreError,
 )
-from headrace.ids import RequestId
+from headrace.ids import BlockName, RequestId
 from headrace.kvstore.names import NameChain, tenant_id
 from headrace.messages import DecodeRequest, PrefillDone, PrefillRequest, TokenLogprob
 from headrace.router.base import Demand, Event, NewTokens, Placer, PromptReady, SequenceRequest, Ticket
@@ -149,7 +150,7 @@ class Sequence:
             except HeadraceError as error:
                 if not self._may_retry(error):
                     raise
-                self._engine.observer.retried(error.kind)
+                self._engine.observer.retried(self._request.request_id, error)
                 log.warning("sequence %s: %s: %s; trying again", self._request.request_id, error.kind, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_PAUSE_S[1])
@@ -170,16 +171,13 @@ class Sequence:
         request, sampling = self._request, self._request.sampling
         request_id = self._attempt_id()
         resumed = len(self._sent)
-        tokens = request.prompt + struct.pack(f"<{resumed}I", *self._sent)
-        chain = NameChain(request.namespace)
-        chain.extend(tokens)
-        demand = Demand(
-            names=chain.names,
-            prompt_tokens=len(tokens) // 4,
-            answer_tokens=sampling.max_tokens - resumed,
-            deadline=request.deadline - WAIT_MARGIN_S,
-        )
+        sent = struct.pack(f"<{resumed}I", *self._sent)
+        tokens = request.prompt + sent
+        chain = NameChain(request.namespace) if request.chain is None else request.chain.copy()
+        chain.extend(tokens if request.chain is None else sent)
+        demand = self._demand(chain.names, len(tokens) // 4)
         ticket = await self._engine.placer.place(demand)
+        self._engine.observer.placed(ticket, demand)
         pin: PrefillRun | None = None
         run: DecodeRun | None = None
         try:
@@ -216,10 +214,28 @@ class Sequence:
                 )
             )
             await run.accepted()
+            ticket.worked()
+            self._engine.observer.accepted(demand)
             pin.close()
             await self._relay(run)
+        except (BlockMiss, RankLost, StoreError):
+            ticket.failed()
+            raise
         finally:
             await self._give_back(ticket, pin, run)
+
+    def _demand(self, names: Seq[BlockName], prompt_tokens: int) -> Demand:
+        request = self._request
+        return Demand(
+            names=names,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=request.sampling.max_tokens - len(self._sent),
+            deadline=request.deadline - WAIT_MARGIN_S,
+            request_id=request.request_id,
+            tenant=request.tenant,
+            priority=request.priority,
+            session=request.session,
+        )
 
     def _attempt_id(self) -> RequestId:
         """A new id per attempt: what a pool still does for a broken attempt must not touch the next one."""
@@ -256,7 +272,7 @@ class Sequence:
         """Release both sides; the reservation is only free when the rank says so (or does not answer)."""
         if pin is not None:
             pin.close()
-        ticket.prefill_finished()
+        ticket.prefill_finished(computed=False)
         try:
             if run is not None:
                 run.abort()

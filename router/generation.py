@@ -11,7 +11,7 @@ from typing import Protocol
 
 from headrace.errors import HeadraceError
 from headrace.ids import Namespace, RequestId
-from headrace.kvstore.names import token_bytes
+from headrace.kvstore.names import NameChain, token_bytes
 from headrace.messages import SamplingParams
 from headrace.router.answers.text import AnswerText, TextDelta, TextRules
 from headrace.router.base import GenerationEngine, PromptReady, RunningSequence, SequenceRequest
@@ -52,6 +52,13 @@ class GenerationSpec:
     rules: TextRules
     deadline: float
     publish: bool = True
+    chains: Sequence[NameChain | None] = ()
+    """Names of the prompts' blocks, where they are known."""
+    tenant: str = ""
+    priority: int = 0
+    session: str = ""
+    arrived: float | None = None
+    """When the client's request came, on the loop's clock; None: now."""
 
 
 class Generation:
@@ -68,7 +75,7 @@ class Generation:
         self._merged: asyncio.Queue[tuple[int, TextDelta] | HeadraceError] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
-        self._started_at = self._clock()
+        self._started_at = self._clock() if spec.arrived is None else spec.arrived
 
     @property
     def elapsed_s(self) -> float:
@@ -115,6 +122,10 @@ class Generation:
                 sampling=dataclasses.replace(spec.sampling, choice=choice),
                 deadline=spec.deadline,
                 publish=spec.publish,
+                chain=spec.chains[index // spec.n] if spec.chains else None,
+                tenant=spec.tenant,
+                priority=spec.priority,
+                session=spec.session,
             )
         )
         try:

@@ -7,7 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from headrace.ids import Tier
+from headrace.errors import HeadraceError
+from headrace.ids import RequestId, Tier
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.messages import BoxStatus, PrefillDone
 from headrace.router.base import Demand, Ticket
@@ -38,7 +39,7 @@ class Metrics:
         self.cached_tokens = counter("cached_tokens", "Prompt tokens nobody computed, by tier", "tier")
         self.generated = counter("generation_tokens", "Tokens given to clients")
         self.drafted = counter("draft_tokens", "Draft tokens verified")
-        self.accepted = counter("accepted_draft_tokens", "Draft tokens accepted")
+        self.accepted_drafts = counter("accepted_draft_tokens", "Draft tokens accepted")
         self.requests = counter("requests", "Client requests by outcome", "outcome")
         self.retries = counter("retries", "Attempts repeated, by error kind", "kind")
         self.unconfirmed = counter("aborts_unconfirmed", "Aborts a decode rank did not confirm in time")
@@ -46,6 +47,14 @@ class Metrics:
         self.queued = gauge("queued_requests", "Sequences waiting for room on a decode rank")
         self.prediction_error = gauge("placement_prediction_error_ratio", "Smoothed |predicted - measured| / measured")
         self.compute_rate = gauge("placement_compute_seconds_per_token", "Fitted prefill cost of a new token")
+        self.context_rate = gauge(
+            "placement_compute_seconds_per_token_and_context", "Fitted prefill cost of a new token per token before it"
+        )
+        self.placements = counter("placements", "Places taken, by group and rank", "prefill", "decode")
+        self.refused_early = gauge(
+            "placement_refused_early", "Prompts refused because no group could meet the objective"
+        )
+        self.open_pairs = gauge("placement_open_pairs", "Pairs of group and rank that are left out after failures")
         self.restore_rate = gauge("placement_restore_seconds_per_block", "Fitted cost of restoring a block")
         self.promote_rate = gauge(
             "placement_promote_seconds_per_block", "Fitted cost of bringing a block from disk or another node"
@@ -58,21 +67,28 @@ class Metrics:
         restored = cached - done.cached_tokens.get(Tier.DEVICE, 0)
         promoted = restored - done.cached_tokens.get(Tier.HOST, 0)
         work = PromptWork(
-            max(0, demand.prompt_tokens - cached), -(-restored // BLOCK_TOKENS), -(-promoted // BLOCK_TOKENS)
+            max(0, demand.prompt_tokens - cached), -(-restored // BLOCK_TOKENS), -(-promoted // BLOCK_TOKENS), cached
         )
         self._costs.learn_prefill(ticket.predicted_prefill_s, work, done.restore_s, done.compute_s)
         self.prediction_error.set(self._costs.error)
         self.compute_rate.set(self._costs.compute.slope)
+        self.context_rate.set(self._costs.compute.context_slope)
         self.restore_rate.set(self._costs.restore_s)
         self.promote_rate.set(self._costs.promote_s)
+
+    def placed(self, ticket: Ticket, demand: Demand) -> None:
+        self.placements.labels(ticket.prefill, ticket.decode).inc()
+
+    def accepted(self, demand: Demand) -> None:
+        return None
 
     def stepped(self, drafted: int, accepted: int, since_last_s: float) -> None:
         self._costs.learn_step(since_last_s)
         self.drafted.inc(drafted)
-        self.accepted.inc(accepted)
+        self.accepted_drafts.inc(accepted)
 
-    def retried(self, kind: str) -> None:
-        self.retries.labels(kind).inc()
+    def retried(self, request_id: RequestId, error: HeadraceError) -> None:
+        self.retries.labels(error.kind).inc()
 
     def abort_unconfirmed(self) -> None:
         self.unconfirmed.inc()
@@ -145,8 +161,7 @@ def _boxes_registry(boxes: Iterable[BoxStatus], down: Iterable[str]) -> Collecto
 
     def add(name: str, labels: dict[str, str], value: float) -> None:
         full = f"headrace_box_{name}"
-        kind = "counter" if name.endswith("_total") else "gauge"
-        family = families.setdefault(full, Metric(full.removesuffix("_total"), f"{name}, as the box reports it", kind))
+        family = families.setdefault(full, Metric(full, f"{name}, as the box reports it", "gauge"))
         family.add_sample(full, labels, value)
 
     for name in down:

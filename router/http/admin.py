@@ -15,11 +15,12 @@ from headrace.messages import SamplingParams
 from headrace.router.answers.text import TextRules
 from headrace.router.fleet import Fleet
 from headrace.router.generation import Generation, GenerationSpec
-from headrace.router.http.body import check
+from headrace.router.http.body import check, read_json
 from headrace.router.http.conversation import check_tools, template_messages, template_options
-from headrace.router.http.errors import json_response
-from headrace.router.http.schemas import DetokenizeRequest, TokenizeRequest
+from headrace.router.http.errors import NotFound, json_response
+from headrace.router.http.schemas import DetokenizeRequest, DrainRequest, TokenizeRequest
 from headrace.router.http.service import Service, unless_gone
+from headrace.router.placement import Placer
 
 HEALTH_GENERATE_S = 30.0
 
@@ -31,6 +32,7 @@ class Admin:
     service: Service
     fleet: Fleet
     whole_config: Config
+    placer: Placer
     started: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     async def health(self, _service: Service, _request: Request) -> Response:
@@ -93,6 +95,77 @@ class Admin:
                 "down": down,
             }
         )
+
+    async def pool(self, service: Service, request: Request) -> Response:
+        """The boxes as placement sees them."""
+        service.tenants.check_admin(request)
+        placer, fleet = self.placer, self.fleet
+        prefill = {
+            name: {
+                "address": fleet.prefill[name].peer.address,
+                "usable": load.usable(),
+                "drained": name in placer.resting,
+                "device_blocks": load.blocks,
+                "prompts": load.prompts,
+                "pending_s": load.pending_s,
+            }
+            for name, load in placer.groups.items()
+        }
+        decode = {
+            name: {
+                "address": fleet.decode[name].peer.address,
+                "usable": fleet.decode[name].connected,
+                "drained": name in placer.resting,
+                "device_blocks": room.blocks,
+                "reserved_blocks": room.reserved_blocks,
+                "sequences": room.sequences,
+            }
+            for name, room in placer.admission.rooms.items()
+        }
+        now = asyncio.get_running_loop().time()
+        return json_response(
+            {
+                "policy": service.config.policy,
+                "draining": service.draining,
+                "prefill": prefill,
+                "decode": decode,
+                "nodes": sorted(fleet.nodes),
+                "queued": placer.admission.queued_by_tenant,
+                "left_out": [list(pair) for pair in placer.breakers.open(now)],
+                "directory": placer.directory.stats(),
+            }
+        )
+
+    async def drain(self, service: Service, request: Request) -> Response:
+        """Without a box: this router takes no more requests. With one: it gets no more work. `undo` takes it back."""
+        service.tenants.check_admin(request)
+        fields = check(DrainRequest, await read_json(request, service.config.max_body_bytes, empty=True))
+        if fields.box is None:
+            service.draining = not fields.undo
+            return json_response({"draining": service.draining, "inflight": service.inflight})
+        if fields.box not in (*self.placer.groups, *self.placer.admission.rooms):
+            known = ", ".join((*self.placer.groups, *self.placer.admission.rooms))
+            raise InputError(f"box: {fields.box!r} is not known, expected one of {known}", "box")
+        if fields.undo:
+            self.placer.resting.discard(fields.box)
+            self.placer.admission.poke()
+        else:
+            self.placer.resting.add(fields.box)
+        group, room = self.placer.groups.get(fields.box), self.placer.admission.rooms.get(fields.box)
+        running = group.prompts if group is not None else room.sequences if room is not None else 0
+        return json_response({"box": fields.box, "drained": not fields.undo, "running": running})
+
+    async def requests(self, service: Service, request: Request) -> Response:
+        tenant = service.tenants.scope(request)
+        return json_response({"object": "list", "data": service.journal.recent(tenant, 100)})
+
+    async def explain(self, service: Service, request: Request) -> Response:
+        tenant = service.tenants.scope(request)
+        request_id = request.path_params["request_id"]
+        found = service.journal.explain(request_id, tenant)
+        if found is None:
+            raise NotFound(f"request {request_id[:100]!r} is not known: never here, another key's, or too long ago")
+        return json_response(found)
 
     async def models(self, service: Service, request: Request) -> Response:
         service.tenants.tenant(request)

@@ -1,6 +1,8 @@
 """The FastAPI application: paths to endpoints, and every exception to an OpenAI-shaped answer."""
 
+import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,6 +49,10 @@ def build_app(service: Service, admin: Admin) -> FastAPI:
         ("POST", "/tokenize", admin.tokenize),
         ("POST", "/detokenize", admin.detokenize),
         ("GET", "/get_server_info", admin.server_info),
+        ("GET", "/pool", admin.pool),
+        ("POST", "/drain", admin.drain),
+        ("GET", "/requests", admin.requests),
+        ("GET", "/requests/{request_id}", admin.explain),
     ]
     for method, path, endpoint in routes:
         render = anthropic_error if path.startswith("/v1/messages") else openai_error
@@ -59,6 +65,12 @@ def _bound(
     service: Service, endpoint: Endpoint, render: Callable[[HeadraceError], dict[str, Any]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
+        request.state.arrived = asyncio.get_running_loop().time()
+        response = await answer(request)
+        response.headers.setdefault("x-request-id", f"req-{secrets.token_hex(12)}")
+        return response
+
+    async def answer(request: Request) -> Response:
         try:
             return await endpoint(service, request)
         except HeadraceError as error:

@@ -36,8 +36,11 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     return bytes(data)
 
 
-async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
+async def read_json(request: Request, limit_bytes: int, *, empty: bool = False) -> dict[str, Any]:
+    """`empty`: no body at all stands for {}."""
     data = await read_body(request, limit_bytes)
+    if empty and not data.strip():
+        return {}
     if len(data) < LARGE_BODY_BYTES:
         return parse_json(data)
     return await asyncio.get_running_loop().run_in_executor(None, parse_json, data)

@@ -28,15 +28,16 @@ from headrace.router.http.usage import chat_logprobs, openai_usage
 async def create_chat_completion(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
     with contextlib.ExitStack() as place:
-        place.enter_context(service.admitted())
+        place.enter_context(service.admitted(tenant))
         fields = service.fields(ChatRequest, raw)
         service.check_model(fields.model)
         tools, structure = _structure(fields)
         conversation, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
         generation = service.generation(
+            request,
             tenant=tenant,
             fields=fields,
-            prompts=[prompt.ids],
+            prompts=[prompt],
             top_logprobs=_top_logprobs(fields),
             prefix="chatcmpl",
             grammar=await service.grammar(structure.grammar(in_reasoning=prompt.text.endswith(THINK))),

@@ -25,7 +25,7 @@ from headrace.router.http.usage import CompletionLogprobs, openai_usage
 async def create_completion(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
     with contextlib.ExitStack() as place:
-        place.enter_context(service.admitted())
+        place.enter_context(service.admitted(tenant))
         fields = service.fields(CompletionRequest, raw)
         service.check_model(fields.model)
         _refuse_unsupported(fields)
@@ -35,9 +35,10 @@ async def create_completion(service: Service, request: Request) -> Response:
             raise InputError(f"{len(prompts)} prompts with n {fields.n} are more than {MAX_CHOICES} choices", "n")
         top = -1 if fields.logprobs is None else fields.logprobs
         generation = service.generation(
+            request,
             tenant=tenant,
             fields=fields,
-            prompts=[p.ids for p in prompts],
+            prompts=prompts,
             top_logprobs=top,
             prefix="cmpl",
             grammar=await service.grammar(grammar_of(text, None, in_reasoning=False)),

@@ -1,6 +1,7 @@
 """HeadraceError to HTTP: status, headers and the OpenAI-shaped body. The one place that knows these names."""
 
 import json
+import math
 import secrets
 from typing import Any
 
@@ -16,6 +17,10 @@ class BodyTooLarge(InputError):
 
 class NotAllowed(InputError):
     http_status = 403
+
+
+class NotFound(InputError):
+    http_status = 404
 
 
 _CODES = {
@@ -83,8 +88,10 @@ def anthropic_error(error: HeadraceError) -> dict[str, Any]:
 
 def retry_headers(error: HeadraceError, retry_after_s: float) -> dict[str, str]:
     """Retry-After where waiting helps."""
+    if isinstance(error, CapacityError) and error.retry_after_s is not None:
+        retry_after_s = error.retry_after_s
     if error.http_status in (429, 503):
-        return {"retry-after": str(max(1, round(retry_after_s)))}
+        return {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     if error.http_status == 401:
         return {"www-authenticate": "Bearer"}
     return {}

@@ -46,7 +46,7 @@ _STOPS = {"length": "max_tokens", "stop": "end_turn"}
 async def create_message(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
     with contextlib.ExitStack() as place:
-        place.enter_context(service.admitted())
+        place.enter_context(service.admitted(tenant))
         fields = service.fields(MessagesRequest, raw, anthropic=True)
         service.check_model(fields.model)
         tools = check_tools(openai_tools(fields))
@@ -54,9 +54,10 @@ async def create_message(service: Service, request: Request) -> Response:
         tools = [] if (fields.tool_choice or {}).get("type") == "none" else tools
         conversation, prompt = await service.recall.prompts(tenant, lambda of: _render(service, fields, tools, of))
         generation = service.generation(
+            request,
             tenant=tenant,
             fields=fields.common(),
-            prompts=[prompt.ids],
+            prompts=[prompt],
             top_logprobs=-1,
             prefix="msg",
             grammar=await service.grammar(wanted.grammar(in_reasoning=prompt.text.endswith(THINK))),

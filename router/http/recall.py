@@ -13,6 +13,8 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError
+from headrace.ids import Namespace
+from headrace.kvstore.names import NameChain
 from headrace.router.answers.text import TextDelta
 from headrace.router.http.conversation import template_messages
 from headrace.router.http.tenants import tenant_salt
@@ -31,6 +33,8 @@ class Prompt:
     """Empty when the client gave ids."""
     entry: Entry | None = None
     """None: nothing is remembered after it."""
+    chain: NameChain | None = None
+    """Names of its blocks, where they were known or have been hashed already."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,21 +63,29 @@ class Conversation:
 class Recall:
     """Lives on the event loop."""
 
-    def __init__(self, known: KnownTexts, tokenizer: Tokenizer, workers: Executor) -> None:
+    def __init__(
+        self,
+        known: KnownTexts,
+        tokenizer: Tokenizer,
+        workers: Executor,
+        root: Callable[[str], Namespace | None] = lambda _tenant: None,
+    ) -> None:
+        """`root`: of a tenant's block names; None while it is not known."""
         self.known = known
+        self._root = root
         self._tokenizer = tokenizer
         self._workers = workers
         self._pending: dict[bytes, set[asyncio.Future[None]]] = {}
 
     async def prompts(self, tenant: str, work: Callable[[Callable[[str], Prompt]], T]) -> T:
         """Run `work` on a worker thread; it is given how to turn a text into a prompt."""
-        salt = tenant_salt(tenant)
+        salt, root = tenant_salt(tenant), self._root(tenant)
         if salt in self._pending:
             await asyncio.wait(self._pending[salt])
 
         def prompt(text: str) -> Prompt:
             ids, entry = self.known.encode(salt, text)
-            return Prompt(ids, text, entry)
+            return Prompt(ids, text, entry, entry.name_chain(root) if entry is not None and root is not None else None)
 
         return await asyncio.get_running_loop().run_in_executor(self._workers, lambda: work(prompt))
 

@@ -46,7 +46,7 @@ _ECHOED: dict[str, Any] = {
 async def create_response(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
     with contextlib.ExitStack() as place:
-        place.enter_context(service.admitted())
+        place.enter_context(service.admitted(tenant))
         fields = service.fields(ResponsesRequest, raw)
         service.check_model(fields.model)
         refuse_unsupported(fields)
@@ -63,9 +63,10 @@ async def create_response(service: Service, request: Request) -> Response:
 
         conversation, prompt = await service.recall.prompts(tenant, render)
         generation = service.generation(
+            request,
             tenant=tenant,
             fields=fields.common(),
-            prompts=[prompt.ids],
+            prompts=[prompt],
             top_logprobs=fields.logprobs,
             prefix="resp",
             grammar=await service.grammar(structure.grammar(in_reasoning=prompt.text.endswith(THINK))),

@@ -98,6 +98,13 @@ class TokenizeRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class DrainRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    box: str | None = None
+    undo: bool = False
+
+
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 

@@ -22,10 +22,12 @@ from headrace.router.answers.text import TextRules
 from headrace.router.base import GenerationEngine
 from headrace.router.generation import Generation, GenerationSpec
 from headrace.router.http.body import check, read_json
-from headrace.router.http.recall import Recall
+from headrace.router.http.limits import TenantLimits
+from headrace.router.http.recall import Prompt, Recall
 from headrace.router.http.schemas import CommonRequest
 from headrace.router.http.tenants import Tenants, tenant_salt
 from headrace.router.http.unknown import check_unknown
+from headrace.router.journal import Journal
 from headrace.router.metrics import Metrics
 from headrace.router.served import ServedModel
 
@@ -44,6 +46,8 @@ class Service:
     tenants: Tenants
     workers: Executor
     """For tokenising and rendering, off the event loop."""
+    limits: TenantLimits
+    journal: Journal
     recall: Recall
     fingerprint: Callable[[], bytes]
     """Fingerprint of the pools; empty while no box has answered."""
@@ -54,8 +58,8 @@ class Service:
     draining: bool = False
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count one request in the house. Raises CapacityError or Draining."""
+    def admitted(self, tenant: str) -> Iterator[None]:
+        """Count one request of the tenant in the house. Raises CapacityError or Draining."""
         if self.draining:
             raise Draining("the router is shutting down")
         if self.inflight >= self.config.max_inflight:
@@ -63,7 +67,8 @@ class Service:
         self.inflight += 1
         self.metrics.inflight.set(self.inflight)
         try:
-            yield
+            with self.limits.request(tenant):
+                yield
         finally:
             self.inflight -= 1
             self.metrics.inflight.set(self.inflight)
@@ -105,22 +110,33 @@ class Service:
 
     def generation(
         self,
+        request: Request,
         *,
         tenant: str,
         fields: CommonRequest,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         top_logprobs: int,
         prefix: str,
         grammar: str = "",
     ) -> Generation:
-        """Check lengths and build (not start) the generation. Raises InputError."""
+        """Check lengths and build (not start) the generation. Raises InputError, CapacityError (too many tokens)."""
         limit, field = fields.answer_limit()
-        most = min(self._answer_tokens(p, limit, field) for p in prompts)
+        ids = [prompt.ids for prompt in prompts]
+        most = min(self._answer_tokens(p, limit, field) for p in ids)
         sampling = dataclasses.replace(self._sampling(fields, most, top_logprobs), grammar=grammar)
+        self.limits.charge_tokens(tenant, sum(map(len, ids)))
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        loop = asyncio.get_running_loop()
+        arrived = getattr(request.state, "arrived", loop.time())
+        self.journal.begin(request_id, tenant, request.url.path, arrived, ids, fields.n or 1)
         spec = GenerationSpec(
-            request_id=f"{prefix}-{secrets.token_hex(12)}",
+            request_id=request_id,
+            tenant=tenant,
+            priority=self.limits.of(tenant).priority + (fields.priority or 0),
+            session=request.headers.get("x-session-affinity", "")[:256],
             namespace=self.namespace(tenant),
-            prompts=prompts,
+            prompts=ids,
+            chains=[prompt.chain for prompt in prompts],
             n=fields.n or 1,
             sampling=sampling,
             rules=TextRules(
@@ -129,7 +145,8 @@ class Service:
                 min_tokens=sampling.min_tokens,
                 skip_special=fields.skip_special_tokens,
             ),
-            deadline=asyncio.get_running_loop().time() + self.config.request_timeout_s,
+            deadline=loop.time() + self.config.request_timeout_s,
+            arrived=arrived,
         )
         return Generation(self.engine, self.model.tokenizer, self.metrics.request(), spec)
 

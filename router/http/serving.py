@@ -5,6 +5,7 @@ every failure until then is a plain HTTP error; a later one is an error event in
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
@@ -135,3 +136,5 @@ class _Finish:
             self._place.close()
             self._shape.over()
             self._service.metrics.request_ended(outcome, self._generation.elapsed_s)
+            usage = dataclasses.asdict(self._generation.usage)
+            self._service.journal.end(self._generation.spec.request_id, outcome, usage)

@@ -34,6 +34,14 @@ class Tenants:
             raise NotAuthenticated("wrong API key")
         return tenant
 
+    def scope(self, request: Request) -> str | None:
+        """Whose requests may be looked at: those of the key's tenant, everybody's (None) for an administrator. Raises
+        NotAuthenticated or NotAllowed."""
+        tenant = self._tenants.get(_digest(_presented_key(request))) if self._tenants else None
+        if tenant is None:
+            self.check_admin(request)
+        return tenant
+
     def check_admin(self, request: Request) -> None:
         """Raises NotAuthenticated or NotAllowed."""
         if self._admin is None:

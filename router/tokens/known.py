@@ -16,10 +16,15 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
+from headrace.ids import BlockName, Namespace
+from headrace.kernels.formats import BLOCK_TOKENS
+from headrace.kvstore.names import NameChain
 from headrace.router.tokens.tokenizer import Tokenizer
 
 ENTRY_BYTES = 1024
 """What an entry counts beside four bytes a token: objects, dictionary slots."""
+NAME_COST = 80
+"""Bytes a remembered block name takes: 32, an object around it, a place in a list."""
 LARGEST_SHARE = 4
 """An entry larger than this part (1/4) of the memory would push out everybody else's, and is not kept."""
 
@@ -27,7 +32,7 @@ LARGEST_SHARE = 4
 class Entry:
     """One known text of a tenant. Opaque to callers."""
 
-    __slots__ = ("ids", "key", "length", "parent", "tenant")
+    __slots__ = ("ids", "key", "length", "names", "parent", "rest", "root", "tenant")
 
     def __init__(self, tenant: bytes, key: bytes, length: int, ids: Sequence[int], parent: "Entry | None") -> None:
         self.tenant = tenant
@@ -37,10 +42,14 @@ class Entry:
         self.ids = array.array("I", ids)
         """What the text has after `parent`'s."""
         self.parent = parent
+        self.root = Namespace(b"")
+        self.names: list[BlockName] = []
+        """Blocks under `root` that become full by `ids`."""
+        self.rest = b""
 
     @property
     def size(self) -> int:
-        return ENTRY_BYTES + self.ids.itemsize * len(self.ids)
+        return ENTRY_BYTES + len(self.ids) * self.ids.itemsize + len(self.ids) // BLOCK_TOKENS * NAME_COST
 
     def chain(self) -> "Iterator[Entry]":
         """This entry, then the ones it stands on."""
@@ -49,12 +58,24 @@ class Entry:
             yield entry
             entry = entry.parent
 
-    def whole(self) -> list[int]:
+    def whole(self) -> "array.array[int]":
         """Ids of the whole text."""
         found = array.array("I")
         for entry in reversed(list(self.chain())):
             found.extend(entry.ids)
-        return found.tolist()
+        return found
+
+    def name_chain(self, root: Namespace) -> NameChain:
+        """Names of the whole text's blocks; only what no entry before has named is hashed."""
+        chain = NameChain(root)
+        for entry in reversed(list(self.chain())):
+            if entry.root != root:
+                names = chain.extend(entry.ids)
+                # The root last: another thread may look, and would find the same.
+                entry.names, entry.rest, entry.root = names, chain.rest, root
+            else:
+                chain.follow(entry.names, entry.rest)
+        return chain
 
 
 class KnownTexts:
@@ -74,17 +95,17 @@ class KnownTexts:
     def held_bytes(self) -> int:
         return self._bytes
 
-    def encode(self, tenant: bytes, text: str) -> tuple[list[int], Entry | None]:
+    def encode(self, tenant: bytes, text: str) -> tuple["array.array[int]", Entry | None]:
         """Ids of `text`, and the entry to `extend` with the answer (None: it is not kept). Raises InputError for text
         that is not valid Unicode."""
         base = self._longest(tenant, text) if self._limit else None
         if base is None:
-            ids = self._tokenizer.encode(text)
+            ids = array.array("I", self._tokenizer.encode(text))
             return ids, self._add(tenant, text, None, text, ids)
         if base.length == len(text):
             return base.whole(), base
         rest = text[base.length :]
-        added = self._tokenizer.encode(rest)
+        added = array.array("I", self._tokenizer.encode(rest))
         return base.whole() + added, self._add(tenant, text, base, rest, added)
 
     def extend(self, base: Entry, text: str, rest_ids: Sequence[int]) -> Entry | None:

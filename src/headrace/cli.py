@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": "what this machine has, and what would stop a start",
     "status": "ask a running service how it is",
     "store": "look into a running service's KV store: stats, blocks, digests, quotas, pins",
+    "explain": "what became of a request, and why it did or did not hit",
     "generate": "complete a prompt in one process, without the service",
     "kernels": "which kernels run here and why; check, measure, tune, compile them",
     "model": "plan a model's memory over the ranks of a deployment",

@@ -73,7 +73,13 @@ class PromptTooLong(InputError):
 
 
 class CapacityError(HeadraceError):
+    """`retry_after_s`: when asking again helps, if that is known."""
+
     http_status = 429
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NeverFits(CapacityError):

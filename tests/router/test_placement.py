@@ -130,7 +130,7 @@ async def test_never_fits_is_told_apart_from_try_later() -> None:
 
 async def test_waiters_come_in_order_and_leave_on_deadline() -> None:
     placer = make(ranks=1, blocks=20)
-    held = await placer.place(demand(64 * 15))
+    held = await placer.place(demand(64 * 15, seed=8))
     order: list[int] = []
 
     async def wait(i: int) -> Place:
@@ -140,7 +140,7 @@ async def test_waiters_come_in_order_and_leave_on_deadline() -> None:
 
     tasks = [asyncio.create_task(wait(i)) for i in range(3)]
     with pytest.raises(CapacityError, match="deadline"):
-        await placer.place(demand(64 * 15, timeout_s=0.05))
+        await placer.place(demand(64 * 15, seed=9, timeout_s=0.05))
     tasks[1].cancel()
     await asyncio.sleep(0)
     held.release()

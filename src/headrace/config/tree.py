@@ -186,6 +186,24 @@ class RouterConfig:
         unit="bytes",
         minimum=0,
     )
+    policy: str = setting(
+        "predicted",
+        "How a prefill group and a decode rank are chosen; the others are for comparison",
+        choices=("predicted", "prefix_overlap", "round_robin", "least_loaded", "consistent_hash", "session"),
+    )
+    slo_ttft_s: float = setting(
+        0.0,
+        "Prompts that would surely take longer to their first token are refused while no group is idle; 0: none is",
+        unit="seconds",
+        minimum=0,
+    )
+    tenant_limits: tuple[str, ...] = setting(
+        (),
+        "Limits as `tenant:requests_per_s=5,tokens_per_s=20000,concurrency=8,weight=2,priority=1`, `*` for all others",
+    )
+    explain_bytes: int = setting(
+        64 << 20, "Memory for the prompts that `/requests/{id}` compares with; 0: none", unit="bytes", minimum=0
+    )
     unknown_fields: str = setting(
         "refuse",
         "Fields of a request that are neither known nor known to change nothing: `refuse` with 400 or `ignore`",

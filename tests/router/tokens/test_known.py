@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import InputError
+from headrace.ids import Namespace
 from headrace.kvstore.names import NameChain, namespace, token_bytes
 from headrace.model.nano import checkpoint_path
 from headrace.router.tokens.known import ENTRY_BYTES, KnownTexts, spelled
@@ -36,7 +37,7 @@ def test_without_answers_the_ids_are_those_of_the_whole_text(steps: list[tuple[i
     for number, more in steps:
         text = told[number % len(told)] + more
         told.append(text)
-        assert known.encode(b"t", text)[0] == TOKENIZER.encode(text)
+        assert list(known.encode(b"t", text)[0]) == TOKENIZER.encode(text)
 
 
 @settings(max_examples=200)
@@ -78,15 +79,16 @@ def test_an_answer_that_is_cut_otherwise_is_spliced_in() -> None:
     known = KnownTexts(TOKENIZER, MIB)
     prompt = "<|user|>hi<|assistant|><think></think>"
     ids, entry = known.encode(b"t", prompt)
+    ids = list(ids)
     own = letters("hello world, hello again")
     assert own != TOKENIZER.encode("hello world, hello again")
     assert entry is not None
     known.extend(entry, prompt + "hello world, hello again", own)
     follow = prompt + "hello world, hello again<|user|>and?"
-    assert known.encode(b"t", follow)[0] == ids + own + TOKENIZER.encode("<|user|>and?")
+    assert list(known.encode(b"t", follow)[0]) == ids + own + TOKENIZER.encode("<|user|>and?")
     glued = prompt + "hello world, hello against"
-    assert known.encode(b"t", glued)[0] == TOKENIZER.encode(glued)
-    assert known.encode(b"other", follow)[0] == TOKENIZER.encode(follow)
+    assert list(known.encode(b"t", glued)[0]) == TOKENIZER.encode(glued)
+    assert list(known.encode(b"other", follow)[0]) == TOKENIZER.encode(follow)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_the_bound_holds_and_the_oldest_go_first(seed: int) -> None:
     for _ in range(120):
         text = rng.choice(texts[-8:]) + f"<|user|>{rng.randrange(1000)} " * rng.randrange(1, 20)
         ids, entry = known.encode(rng.choice([b"a", b"b"]), text)
-        assert ids == TOKENIZER.encode(text)
+        assert list(ids) == TOKENIZER.encode(text)
         assert known.held_bytes <= limit
         held = known._entries
         assert known.held_bytes == sum(e.size for e in held.values())
@@ -148,7 +150,8 @@ def test_the_bound_holds_and_the_oldest_go_first(seed: int) -> None:
 
 def test_nothing_is_kept_when_it_is_off() -> None:
     known = KnownTexts(TOKENIZER, 0)
-    assert known.encode(b"t", "<|user|>hi") == (TOKENIZER.encode("<|user|>hi"), None)
+    ids, entry = known.encode(b"t", "<|user|>hi")
+    assert (list(ids), entry) == (TOKENIZER.encode("<|user|>hi"), None)
     assert known.held_bytes == 0
 
 
@@ -170,3 +173,17 @@ def test_a_long_conversation_costs_little() -> None:
     print(f"500 KB: {whole * 1e3:.1f} ms tokenised whole, {best * 1e3:.2f} ms known, {len(ids)} tokens")
     assert best < 0.05, "the measured figure is in router/README.md; this bound only catches a lost shortcut"
     assert best < whole / 4
+
+
+def test_names_of_an_entry_are_those_of_its_tokens_and_are_hashed_once() -> None:
+    known = KnownTexts(TOKENIZER, 1 << 24)
+    rng, text = random.Random(4), "<sop>"
+    for turn in range(12):
+        text += f"<|user|>{' word' * rng.randrange(1, 300)} {turn}"
+        ids, entry = known.encode(b"t", text)
+        for root in (Namespace(b"r" * 32), Namespace(b"s" * 32), Namespace(b"s" * 32)):
+            plain = NameChain(root)
+            plain.extend(ids)
+            chain = entry.name_chain(root)
+            assert (chain.names, chain.rest) == (plain.names, plain.rest)
+        assert entry.root == Namespace(b"s" * 32)
