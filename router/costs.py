@@ -2,7 +2,7 @@
 
 prefill time = fixed + new tokens x (compute + context x attend) + restored blocks x restore + blocks of those that come
 from disk or another node x promote; fitted online from PrefillDone. `context` is how many tokens a new token looks back
-over, on average: a hit and half of what is new. The start values only matter until the first few prompts; they are a CPU
+over, on average: a hit and half of what is new. The start values only matter until the first prompts; they are a CPU
 running the nano model.
 """
 
