@@ -51,6 +51,7 @@ class Compiled:
     """One kernel as one launch wants it, and what the compiler made of it."""
 
     kernel: str
+    """"module.name" inside the room"""
     op: str
     case: str
     target: str
@@ -69,17 +70,30 @@ class Compiled:
     error: str = ""
 
 
-def entry_kernels() -> dict[str, str]:
-    """Name -> file of every `@triton.jit` function that some file of the room launches. Imports nothing."""
-    jitted, launched = {}, set()
+def entry_kernels() -> list[str]:
+    """ "module.name" of every `@triton.jit` or `@gluon.jit` function that some file of the room launches. Imports
+    nothing."""
+    jitted, launched = [], set()
     for path in sorted(ROOM.rglob("*.py")):
+        module = ".".join(path.relative_to(ROOM).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                if any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
-                    jitted[node.name] = path.relative_to(ROOM).as_posix()
+                if any(ast.unparse(d).startswith(("triton.jit", "gluon.jit")) for d in node.decorator_list):
+                    jitted.append(f"{module}.{node.name}")
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value).split(".")[-1])
-    return {name: path for name, path in jitted.items() if name in launched}
+    return [kernel for kernel in jitted if short_name(kernel) in launched]
+
+
+def short_name(kernel: str) -> str:
+    """Of "module.name": what `MATRIX` in a `cases.py` goes by."""
+    return kernel.rsplit(".", 1)[-1]
+
+
+def backends_for(op: str, target: str) -> list[str]:
+    """Backends of an op that Triton compiles for a target."""
+    names = ("triton", "gluon") if target == "sm_90" else ("triton",)
+    return [name for name in names if (ROOM / op / f"{name}.py").exists()]
 
 
 def faults(result: Compiled, wanted: frozenset[str]) -> list[str]:
@@ -150,9 +164,10 @@ class _Recorder:
             compiled = plain(function, *args, **options)
         except Exception as failure:  # whatever a compiler raises is the result
             error = f"{type(failure).__name__}: {str(failure).strip()[:300]}"
-        key = (function.__name__, constants, id(compiled) if compiled is not None else error)
+        kernel = f"{function.fn.__module__.removeprefix('headrace.kernels.')}.{function.__name__}"
+        key = (kernel, constants, id(compiled) if compiled is not None else error)
         if key not in self.results:
-            self.results[key] = self._measure(function.__name__, constants, compiled, error)
+            self.results[key] = self._measure(kernel, constants, compiled, error)
         return compiled
 
     @staticmethod
@@ -222,14 +237,13 @@ def compile_here(target: str, ops: Iterable[str]) -> list[Compiled]:
     JITFunction.run = functools.wraps(plain)(lambda function, *a, **k: recorder.launch(plain, function, *a, **k))
     with ahead_of_time(target):
         for op in ops or OPS_WITH_CASES:
-            if not (ROOM / op / "triton.py").exists():
-                continue
-            create = importlib.import_module(f"headrace.kernels.{op}.triton").create
-            for case in cases_of(op):
-                for deterministic in (False, True):
-                    recorder.op, recorder.case = op, case.name
-                    device = torch.device("meta")
-                    case.results(create(case.context(device, deterministic)), device)
+            for backend in backends_for(op, target):
+                create = importlib.import_module(f"headrace.kernels.{op}.{backend}").create
+                for case in cases_of(op):
+                    for deterministic in (False, True):
+                        recorder.op, recorder.case = op, case.name
+                        device = torch.device("meta")
+                        case.results(create(case.context(device, deterministic)), device)
     return list(recorder.results.values())
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from headrace.kernels.aot import TARGETS, Compiled, faults, ignored
+from headrace.kernels.aot import TARGETS, Compiled, faults, ignored, short_name
 from headrace.kernels.cases import matrix_types
 
 HEAD = """\
@@ -24,7 +24,7 @@ NAMES = {"gfx950": "MI355X", "gfx942": "MI325X, MI300X", "sm_90": "H200"}
 def faulty(results: Iterable[Compiled]) -> list[tuple[Compiled, str]]:
     """Every fault of every kernel."""
     wanted = matrix_types()
-    return [(r, text) for r in results for text in faults(r, wanted.get(r.kernel, frozenset()))]
+    return [(r, text) for r in results for text in faults(r, wanted.get(short_name(r.kernel), frozenset()))]
 
 
 def markdown(results: list[Compiled]) -> str:
@@ -39,7 +39,7 @@ def markdown(results: list[Compiled]) -> str:
         lines += ["| kernel | problem | constants | warps | stages | registers | spills | shared | matrix | |"]
         lines += ["|---|---|---|---|---|---|---|---|---|---|"]
         for r in rows:
-            wrong = "; ".join(faults(r, wanted.get(r.kernel, frozenset())) or ignored(r))
+            wrong = "; ".join(faults(r, wanted.get(short_name(r.kernel), frozenset())) or ignored(r))
             numbers = (r.warps, r.stages, r.registers, r.spills, f"{r.shared:,}", ", ".join(r.matrix), wrong)
             lines.append(f"| {r.kernel} | {r.op}: {r.case} | {r.constants} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines) + "\n"
@@ -47,7 +47,7 @@ def markdown(results: list[Compiled]) -> str:
 
 def text(results: list[Compiled]) -> str:
     """A line a kernel and target: the most of each number over its forms."""
-    lines = [f"{'kernel':26} {'target':7} {'forms':>5} {'registers':>9} {'spills':>6} {'shared':>8}  matrix"]
+    lines = [f"{'kernel':38} {'target':7} {'forms':>5} {'registers':>9} {'spills':>6} {'shared':>8}  matrix"]
     for name in sorted({r.kernel for r in results}):
         for target in TARGETS:
             forms = [r for r in results if (r.kernel, r.target) == (name, target)]
@@ -55,6 +55,6 @@ def text(results: list[Compiled]) -> str:
                 most = (max(r.registers for r in forms), max(r.spills for r in forms), max(r.shared for r in forms))
                 matrix = ", ".join(sorted({kind for r in forms for kind in r.matrix}))
                 lines.append(
-                    f"{name:26} {target:7} {len(forms):5} {most[0]:9} {most[1]:6} {most[2]:8,}  {matrix}".rstrip()
+                    f"{name:38} {target:7} {len(forms):5} {most[0]:9} {most[1]:6} {most[2]:8,}  {matrix}".rstrip()
                 )
     return "\n".join(lines)

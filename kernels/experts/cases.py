@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace.kernels.cases import Case, Tolerance, fp8_matrix
 
-MATRIX = {"gate_up_kernel": ("fp8",), "down_kernel": ("fp8",)}
+MATRIX = {"gate_up_kernel": ("fp8",), "down_kernel": ("fp8",), "grouped_kernel": ("fp8",)}
 
 
 def experts(

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.hopper.dense import dense_kernel
 from headrace.kernels.hopper.grouped import grouped_kernel
-from headrace.kernels.launch import ceil_div
+from headrace.kernels.launch import ceil_div, compute_units
 
 PAD_ROWS = 256
 """Scales of activations are read for whole tiles: their last stride is a multiple of the largest"""
@@ -67,10 +67,6 @@ def tiles_of(matrix: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, 128], layout)
 
 
-def programs_of(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def dense(
     codes: Tensor, scales: Tensor, matrix: Tensor, matrix_scale: Tensor, shape: Shape, out: Tensor, workspace: Workspace
 ) -> Tensor:
@@ -80,7 +76,7 @@ def dense(
     steps = ceil_div(inner, 128)
     p, q = (columns, rows) if shape.narrow else (rows, columns)
     tiles = ceil_div(p, 128 * shape.p) * ceil_div(q, shape.q * shape.sub)
-    programs = programs_of(codes.device)
+    programs = compute_units(codes.device)
     waves, share, left = ceil_div(tiles, programs), 0, 0
     if shape.cut:
         waves = max(tiles // programs - shape.cut + 1, 0)
@@ -156,7 +152,7 @@ def _grouped(
     shape = rows.shape
     x_tiles, w_tiles = tiles_of(rows.codes, shape.rows), tiles_of(matrix, 128)
     p, q = (w_tiles, x_tiles) if shape.narrow else (x_tiles, w_tiles)
-    grouped_kernel[(programs_of(rows.codes.device),)](
+    grouped_kernel[(compute_units(rows.codes.device),)](
         p, q, rows.scales, matrix_scale, gains, rows.expert, rows.tiles, out, out_scale, columns, rows.scales.shape[1],
         GATED=is_gated, NARROW=shape.narrow, ROWS=shape.rows, STAGES=shape.stages, G=shape.group, num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace.kernels.cases import Case, Tolerance, fp8_matrix
 
-MATRIX = {"fp8_linear_kernel": ("fp8",), "float_linear_kernel": ("bf16",)}
+MATRIX = {"fp8_linear_kernel": ("fp8",), "float_linear_kernel": ("bf16",), "dense_kernel": ("fp8",)}
 
 
 def fp8(kernel: Any, device: torch.device, rows: int, parts: tuple[int, ...], inner: int) -> tuple[Tensor, ...]:

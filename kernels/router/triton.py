@@ -154,7 +154,8 @@ class TritonRouter:
             x, gate.contiguous(), bias, self._parts, self._arrived, ids, weights, rows, width, experts, rule.groups,
             experts // rule.groups, rule.groups_kept, rule.scaling, x.stride(0), NORMALISE=rule.normalise,
             TOP=rule.top_k, E=padded, GROUPS=max(2, next_power_of_two(rule.groups)) if grouped else 1, R=tile.rows,
-            WIDE=tile.wide, CUTS=cuts, STEP=STEP, PRECISION=precision(x.device), num_warps=tile.warps, num_stages=tile.stages,
+            WIDE=tile.wide, CUTS=cuts, STEP=STEP, PRECISION=precision(x.device), num_warps=tile.warps,
+            num_stages=tile.stages,
         )  # fmt: skip
         return ids, weights
 

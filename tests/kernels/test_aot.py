@@ -10,11 +10,12 @@ import pytest
 
 from headrace.errors import KernelUnsupported
 from headrace.kernels import aot
-from headrace.kernels.aot import TARGETS, Compiled, compile_target, entry_kernels, faults, matrix_types_in
+from headrace.kernels.aot import TARGETS, Compiled, compile_target, entry_kernels, faults, matrix_types_in, short_name
 from headrace.kernels.aot_report import markdown, text
 from headrace.kernels.cases import matrix_types
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+HOPPER_ONLY = ("hopper.", "experts.permute.")
 GOOD = Compiled("k", "op", "case", "gfx950", "BM=64", 4, 2, 300, 0, 64 << 10, ("fp8",), "3.9.0")
 
 
@@ -28,21 +29,22 @@ def compiled() -> dict[str, list[Compiled] | Exception]:
 
 @needs_triton
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kernel", sorted(entry_kernels()))
+@pytest.mark.parametrize("kernel", entry_kernels())
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernel(target: str, kernel: str) -> None:
     results = compiled()[target]
     assert not isinstance(results, Exception), results
+    if target != "sm_90" and kernel.startswith(HOPPER_ONLY):
+        pytest.skip("written for NVIDIA Hopper")
     forms = [result for result in results if result.kernel == kernel]
-    file = entry_kernels()[kernel]
-    assert forms, f"no published problem launches {kernel} ({file}): add one to kernels/{file.split('/')[0]}/cases.py"
-    wanted = matrix_types().get(kernel, frozenset())
+    assert forms, f"no published problem launches {kernel}: add one to kernels/{kernel.split('.')[0]}/cases.py"
+    wanted = matrix_types().get(short_name(kernel), frozenset())
     wrong = {f"{r.case}, {r.constants}": why for r in forms if (why := faults(r, wanted))}
     assert wrong == {}
 
 
 def test_declared_matrix_types_belong_to_kernels() -> None:
-    assert set(matrix_types()) <= set(entry_kernels())
+    assert set(matrix_types()) <= {short_name(kernel) for kernel in entry_kernels()}
 
 
 def test_what_counts_as_a_fault() -> None:
@@ -96,6 +98,6 @@ def test_the_table_shows_faults() -> None:
     table = markdown([GOOD, dataclasses.replace(GOOD, spills=7)])
     assert "## gfx950 (MI355X)" in table
     assert "| k | op: case | BM=64 | 4 | 2 | 300 | 7 | 65,536 | fp8 | 7 registers spilled" in table
-    assert "k                          gfx950      2       300      7   65,536  fp8" in text(
+    assert "k                                      gfx950      2       300      7   65,536  fp8" in text(
         [GOOD, dataclasses.replace(GOOD, spills=7)]
     )
