@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headrace.kvstore.disk.base import Record, SlabFile
+from headrace.kvstore.peer.stream import Pipe
 
 
 class Fault(enum.StrEnum):
@@ -155,6 +156,46 @@ class FaultySlabFile:
     def probe(self) -> None:
         self._plan.strike("disk.probe")
         self._inner.probe()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+SLAB_LIKE_BYTES = 1024
+"""Smaller transfers on a data connection are its own framing."""
+
+
+class FaultyPipe:
+    """A data connection whose slabs fail as the plan says. Implements peer.stream.Pipe."""
+
+    def __init__(self, inner: Pipe, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    def send(self, data: memoryview) -> None:
+        fault = self._plan.strike("peer.send") if data.nbytes >= SLAB_LIKE_BYTES else None
+        if fault in (Fault.SHORT, Fault.TORN):
+            self._inner.send(data[: data.nbytes // 2])
+            if fault is Fault.TORN:
+                self._inner.send(memoryview(bytes(data.nbytes - data.nbytes // 2)))
+                return
+            self._inner.close()
+            raise OSError(errno.EPIPE, "peer.send: injected short transfer")
+        if fault is Fault.CORRUPT:
+            data = memoryview(bytearray(data))
+            flip(data, 977)
+        self._inner.send(data)
+
+    def receive(self, into: memoryview) -> None:
+        fault = self._plan.strike("peer.receive") if into.nbytes >= SLAB_LIKE_BYTES else None
+        if fault is Fault.SHORT:
+            self._inner.receive(into[: into.nbytes // 2])
+            raise OSError(errno.EIO, "peer.receive: injected short transfer")
+        self._inner.receive(into)
+        if fault is Fault.CORRUPT:
+            flip(into, 977)
+        elif fault is Fault.TORN:
+            into[into.nbytes // 2 :] = bytes(into.nbytes - into.nbytes // 2)
 
     def close(self) -> None:
         self._inner.close()

@@ -52,7 +52,7 @@ class LowerFixture:
         self.path = directory / "node-0.slabs"
         self.plan = plan or FaultPlan()
         self.owner: Incarnation = new_incarnation()
-        self._sources = sources
+        self.sources = sources
         self._files: list[SlabFile] = []
         self.start()
 
@@ -77,7 +77,7 @@ class LowerFixture:
             admit_uses=wanted.admit_uses,
             depth=wanted.depth,
         )
-        self.lower = LowerTiers(self.host, self.view, side, self._sources)
+        self.lower = LowerTiers(self.host, self.view, side, self.sources)
         self.host.attach(self.owner)
 
     def _open(self) -> SlabFile:
@@ -136,6 +136,14 @@ class LowerFixture:
         """Upkeep until nothing moves and `done()`."""
         end = time.monotonic() + timeout_s
         while not (self.lower.idle and done()):
+            assert time.monotonic() < end, f"not settled: {self.lower.values()}"
+            self.tick()
+            await asyncio.sleep(0.001)
+
+    async def settle_until(self, done: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Upkeep until `done()`, whatever else moves."""
+        end = time.monotonic() + timeout_s
+        while not done():
             assert time.monotonic() < end, f"not settled: {self.lower.values()}"
             self.tick()
             await asyncio.sleep(0.001)

@@ -27,6 +27,9 @@ class NodeContext(Protocol):
     @property
     def fingerprint(self) -> bytes: ...
 
+    @property
+    def token(self) -> str: ...
+
 
 class NodeDaemonBox:
     def __init__(self, context: NodeContext) -> None:
@@ -42,6 +45,7 @@ class NodeDaemonBox:
                 fingerprint=context.fingerprint,
                 store=context.config.store,
                 directory_url=context.config.directory.url,
+                peer_token=context.token,
                 arena_prefix=f"{Path(context.run_dir).name}-{context.name}",
             )
         )

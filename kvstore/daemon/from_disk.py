@@ -11,6 +11,8 @@ from headrace.kvstore.disk.store import DiskStore
 class DiskSource:
     """Implements promoter.Source: one transfer a block."""
 
+    here = True
+
     def __init__(self, disk: DiskStore, pump: Pump) -> None:
         self._disk = disk
         self._pump = pump

@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from headrace.ids import BlockName, Incarnation, Tier, new_incarnation
 from headrace.kvstore.base import Coming
@@ -31,6 +32,16 @@ class DiskSide:
     """Transfers at once."""
 
 
+class Part(Protocol):
+    """Something else that belongs to the lower tiers and is kept up with them."""
+
+    def tick(self) -> None: ...
+
+    def values(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
 class LowerTiers:
     def __init__(
         self,
@@ -53,10 +64,13 @@ class LowerTiers:
             )
             below.insert(0, DiskSource(disk.store, self._pump))
         self._announce = disk is not None
+        self.parts: list[Part] = []
+        """Closed with this, before it."""
         self._promoter = Promoter(host, self.owner, slot_view, below)
 
-    def promote(self, names: Sequence[BlockName], *, urgent: bool) -> Coming:
-        return self._promoter.promote(names, Lane.RESTORE if urgent else Lane.PREFETCH)
+    def promote(self, names: Sequence[BlockName], *, urgent: bool, here_only: bool = False) -> Coming:
+        """As `StoreClient.promote`. Not `urgent`: nobody waits yet. `here_only`: not from other nodes."""
+        return self._promoter.promote(names, Lane.RESTORE if urgent else Lane.PREFETCH, here_only=here_only)
 
     def leased(self, names: Sequence[BlockName]) -> dict[BlockName, Tier]:
         """Clients hold these now: which of them came from below for the first of them."""
@@ -78,6 +92,8 @@ class LowerTiers:
     def tick(self) -> None:
         self._host.renew(self.owner)
         self._promoter.tick()
+        for part in self.parts:
+            part.tick()
         if self._disk is not None:
             self._disk.tick()
         if self._demoter is not None:
@@ -98,6 +114,8 @@ class LowerTiers:
 
     def values(self) -> dict[str, float]:
         values = self._promoter.values()
+        for part in self.parts:
+            values |= part.values()
         if self._disk is not None:
             values |= {f"disk_{key}": value for key, value in self._disk.values().items()}
             values |= {f"disk_queue_{key}": value for key, value in self._pump.values().items()}
@@ -120,6 +138,8 @@ class LowerTiers:
             await self._disk.abandon()
 
     async def close(self) -> None:
+        for part in self.parts:
+            await part.close()
         await self._pump.close()
         if self._disk is not None:
             await self._disk.close()

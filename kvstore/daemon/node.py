@@ -13,7 +13,7 @@ from headrace.kvstore.arena import Arena
 from headrace.kvstore.daemon.core import NodeFacts, StoreCore
 from headrace.kvstore.daemon.disk import make_disk_side
 from headrace.kvstore.daemon.journal import Journal
-from headrace.kvstore.daemon.lower import LowerTiers
+from headrace.kvstore.daemon.lower import DiskSide, LowerTiers
 from headrace.kvstore.daemon.server import StoreServer
 from headrace.kvstore.directory.tasks import end
 from headrace.kvstore.host_tier import HostTier
@@ -23,6 +23,7 @@ from headrace.kvstore.quotas import quotas_of
 
 if TYPE_CHECKING:
     from headrace.kvstore.daemon.publisher import RedisPublisher
+    from headrace.kvstore.peer.reader import PeerNode
 
 STOP_TIMEOUT_S = 5.0
 
@@ -36,6 +37,8 @@ class NodeSettings:
     store: StoreConfig
     directory_url: str = ""
     """Redis to publish into; empty: routers ask this daemon."""
+    peer_token: str = ""
+    """Secret shared with other nodes, if the settings name none."""
     arena_prefix: str
     """Start of the shared-memory file's name, so that whoever started this run can find it."""
 
@@ -79,7 +82,9 @@ class Node:
                 lease_s=store.lease_s,
                 quotas=quotas_of(policy, store.host_policy, slots, store.tenant_share),
             )
-            self._core = self._call(self._build(tier))
+            # Here, not on the loop: reading back a large disk tier takes longer than a call may.
+            disk = make_disk_side(store, self._settings.name, self._settings.fingerprint, layout)
+            self._core = self._call(self._build(tier, disk))
             self._core.constants["host_huge_bytes"] = float(self._arena.huge_bytes())
             self._record(self._core)
             self._call(self._listen(self._core))
@@ -118,18 +123,36 @@ class Node:
             self._journal = Journal(Path(store.event_log), header, store.event_log_bytes)
             core.record(self._journal)
 
-    async def _build(self, tier: HostTier) -> StoreCore:
-        arena, store, layout = self._arena, self._settings.store, self._settings.layout
+    async def _build(self, tier: HostTier, disk: DiskSide | None) -> StoreCore:
+        arena, store = self._arena, self._settings.store
         assert arena is not None
-        disk = make_disk_side(store, self._settings.name, self._settings.fingerprint, layout)
-        lower = LowerTiers(tier, arena.slot, disk) if disk is not None else None
-        return StoreCore(self._facts(arena, lower is not None), tier, lower=lower)
+        if disk is None and not store.peers and not store.peer_listen:
+            return StoreCore(self._facts(arena, False), tier)
+        peers: list[PeerNode] = []
+        if store.peers:
+            # Imported here, as below: a node that is alone needs no gRPC.
+            from headrace.kvstore.daemon.neighbours import make_peers
+
+            peers = make_peers(self._settings)
+        lower = LowerTiers(tier, arena.slot, disk, peers)
+        lower.parts += peers
+        for peer in peers:
+            await peer.open()
+        return StoreCore(self._facts(arena, disk is not None or bool(peers)), tier, lower=lower)
 
     async def _listen(self, core: StoreCore) -> None:
         server = StoreServer(core, self._settings.socket)
         core.on_change = server.notify
         await server.start()
         self._server = server
+        if self._settings.store.peer_listen:
+            from headrace.kvstore.daemon.neighbours import make_owner
+
+            assert self._arena is not None
+            assert core.lower is not None
+            owner = make_owner(self._settings, core, self._arena.slot)
+            await owner.start()
+            core.lower.parts.append(owner)
         if self._settings.directory_url:
             # Imported here: a daemon without Redis needs no Redis client.
             from headrace.kvstore.daemon.publisher import RedisPublisher

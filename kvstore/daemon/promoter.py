@@ -48,7 +48,10 @@ class Sink(Protocol):
 
 
 class Source(Protocol):
-    """A tier below, or other nodes."""
+    """A tier below, or another node."""
+
+    here: bool
+    """Whether it is of this node."""
 
     def leading(self, names: Sequence[BlockName]) -> int:
         """How many leading names it has."""
@@ -81,15 +84,17 @@ class Promoter:
         self.promoted = dict.fromkeys((Tier.DISK, Tier.PEER), 0)
         self.failures = 0
 
-    def promote(self, names: Sequence[BlockName], lane: Lane = Lane.RESTORE) -> Coming:
-        """Begin to bring up what lower tiers have after the leading run of `names` that is readable already."""
+    def promote(self, names: Sequence[BlockName], lane: Lane = Lane.RESTORE, *, here_only: bool = False) -> Coming:
+        """Begin to bring up what lower tiers have after the leading run of `names` that is readable already.
+        `here_only`: for another node, which must not make this one ask others in turn."""
+        sources = [source for source in self._sources if source.here or not here_only]
         ready = next((i for i, name in enumerate(names) if self._host.find([name])[0] is None), len(names))
         at = ready
         while at < len(names):
             if names[at] in self._active or self._host.find([names[at]])[0] is not None:
                 at += 1
                 continue
-            started = 0 if names[at] in self._refused else self._start(names[at:], lane)
+            started = 0 if names[at] in self._refused else self._start(sources, names[at:], lane)
             if not started:
                 break
             at += started
@@ -152,9 +157,9 @@ class Promoter:
         self.failures += 1
         self._refused[name] = self._clock() + REFUSED_S
 
-    def _start(self, names: Sequence[BlockName], lane: Lane) -> int:
+    def _start(self, sources: Sequence[Source], names: Sequence[BlockName], lane: Lane) -> int:
         """Let the first source that has the first of these bring what it has without a gap."""
-        for source in self._sources:
+        for source in sources:
             run = source.leading(names)
             wanted = 0
             while wanted < run and not self._known(names[wanted]):

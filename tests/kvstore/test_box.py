@@ -22,6 +22,7 @@ def context(run_dir, **changes):
         "run_dir": str(run_dir),
         "layout": LAYOUT,
         "fingerprint": FINGERPRINT,
+        "token": "a-token",
     }
     return SimpleNamespace(**{**values, **changes})
 

@@ -147,6 +147,20 @@ class StoreConfig:
     disk_retry_s: float = setting(
         5.0, "Pause between probes of a disk tier that was switched off", unit="seconds", minimum=0.05
     )
+    peer_listen: str = setting(
+        "", "`host:port` where other nodes reach this node's blocks (gRPC; slabs use a free port); empty: they cannot"
+    )
+    peers: tuple[str, ...] = setting(
+        (), "Other nodes to fetch blocks from, as `node=host:port` of their peer_listen; this node's own is passed over"
+    )
+    peer_token: str = setting("", "Secret that the nodes share; empty: the one of this run")
+    peer_depth: int = setting(2, "Data connections to one other node at once", minimum=1, maximum=64)
+    peer_timeout_s: float = setting(
+        2.0, "Deadline of each step of a fetch; past it the request recomputes", unit="seconds", minimum=0.01
+    )
+    peer_retry_s: float = setting(
+        5.0, "Pause before a node is asked again after failures", unit="seconds", minimum=0.05
+    )
     promote_wait_s: float = setting(
         5.0, "Longest that a prompt waits for blocks from disk or from other nodes", unit="seconds", minimum=0.0
     )

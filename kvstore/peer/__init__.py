@@ -1,0 +1,1 @@
+"""Blocks of other nodes: control and tickets over gRPC, slabs over plain TCP connections opened with such a ticket."""
