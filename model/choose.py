@@ -1,6 +1,5 @@
 """Turns `auto` settings into what a rank runs: device, arithmetic, row format. One place, so ranks cannot disagree."""
 
-import logging
 from pathlib import Path
 
 import torch
@@ -11,11 +10,9 @@ from headrace.model.grammar import Grammars
 from headrace.model.load import load_model
 from headrace.model.nano import checkpoint_path
 from headrace.model.placement import WHOLE, Placement
+from headrace.model.progress import load_progress
 from headrace.model.spec import ModelSpec
-from headrace.model.stream import LoadReport
 from headrace.model.transformer import Transformer
-
-log = logging.getLogger(__name__)
 
 
 def device_of(config: Config, local_index: int = 0) -> torch.device:
@@ -62,7 +59,7 @@ def load_from_config(
         deterministic_of(config, device),
         kernels=config.model.kernels,
         dummy_seed=config.model.dummy_seed,
-        progress=LoadLog(),
+        progress=load_progress(),
     )
 
 
@@ -72,24 +69,3 @@ def load_grammars(path: str, spec: ModelSpec) -> Grammars | None:
     if not (folder / "tokenizer.json").exists():
         return None
     return Grammars(folder, spec.vocab_size, spec.eos_token_ids)
-
-
-class LoadLog:
-    """Logs a load: every tenth of its bytes if it takes long, and the sums at its end."""
-
-    def __init__(self, quiet_s: float = 5.0) -> None:
-        self._tenths = 0
-        self._quiet_s = quiet_s
-
-    def __call__(self, report: LoadReport) -> None:
-        if report.read_tensors == report.rank_tensors:
-            log.info(
-                "loaded %d tensors, %d bytes in %.1f s (%.2f GB/s; %d bytes are other ranks' experts, %d are copies)",
-                report.read_tensors, report.read_bytes, report.seconds,
-                report.read_bytes / max(report.seconds, 1e-9) / 1e9, report.other_ranks_bytes, report.copies_bytes,
-            )  # fmt: skip
-            return
-        tenths = 10 * report.read_bytes // max(report.rank_bytes, 1)
-        if tenths > self._tenths and report.seconds > self._quiet_s:
-            log.info("loading: %d0%%, %.1f of %.1f GB", tenths, report.read_bytes / 1e9, report.rank_bytes / 1e9)
-        self._tenths = max(tenths, self._tenths)

@@ -34,7 +34,7 @@ def load_model(
     `load_format` is `safetensors` or `dummy` (then `path` is not read). Raises CheckpointError listing every tensor
     that is missing, extra, misshapen or wrongly typed; ConfigError when the model cannot be split so; KernelUnsupported
     when no backend takes it. `progress` hears after every tensor read from files. The host holds, beside what the rank
-    keeps there, at most half a shard read ahead and the tensor in work.
+    keeps, at most half a shard read ahead and what is in work: a matrix, or its experts of one layer.
     """
     placement.check(spec)
     if load_format == "dummy":

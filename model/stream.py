@@ -33,6 +33,10 @@ class LoadReport:
     """Most bytes read and not yet taken by the builder"""
     seconds: float
 
+    @property
+    def done(self) -> bool:
+        return self.read_tensors == self.rank_tensors
+
 
 class TensorStream:
     """A TensorSource that reads `names` in that order with a few threads. A tensor the readers have not begun is read

@@ -1,5 +1,6 @@
 """Checkpoints: shards, FP8 by presence of scales, expert shares, and one error for everything that is wrong."""
 
+import io
 import json
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, KernelUnsupported
-from headrace.model.choose import LoadLog
 from headrace.model.exchange import LocalExchange
 from headrace.model.load import load_model
 from headrace.model.mono import MonoEngine
 from headrace.model.placement import WHOLE, Placement, Share
+from headrace.model.progress import LoadBar, LoadLog, load_progress
 from headrace.model.spec import ModelSpec, parse_config
 from headrace.model.testing import config_json, tiny_model, tiny_spec, write_checkpoint
 from headrace.model.transformer import Transformer
@@ -86,6 +87,26 @@ def test_a_load_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     last = caplog.records[-1].message
     assert last.startswith("loaded ")
     assert "other ranks' experts, 0 are copies" in last
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_load_draws_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    spec, screen = tiny_spec(), Terminal()
+    write_checkpoint(spec, tmp_path)
+    load_model(spec, tmp_path, "safetensors", "cpu", WHOLE, "tile656", True, progress=LoadBar(screen, interval_s=0.0))
+    *drawn, last, rest = screen.getvalue().replace("\n", "\r\x1b[K").split("\r\x1b[K")[1:]
+    shares = [int(line.split("%")[0].removeprefix("loading")) for line in drawn]
+    assert shares == sorted(shares)
+    assert (shares[0] < 10, shares[-1] >= 90, rest) == (True, True, "")
+    assert all(len(line) < 70 and "[" in line and " s left" in line for line in drawn)
+    assert last.startswith("loaded ")
+    assert isinstance(load_progress(screen), LoadBar)
+    assert isinstance(load_progress(io.StringIO()), LoadLog)
 
 
 def test_forcing_an_absent_backend_names_what_exists(tmp_path: Path) -> None:
