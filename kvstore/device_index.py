@@ -141,7 +141,7 @@ class DeviceIndex:
 
     def names(self) -> list[BlockName]:
         """Every name here, for a full announcement after a reconnect."""
-        return [r.meta.name for r in self._residents if not is_private(r.meta.name)]
+        return [r.name for r in self._residents if not is_private(r.name)]
 
     def stats(self) -> dict[str, float]:
         return {
@@ -164,13 +164,13 @@ class DeviceIndex:
             wrong.append(f"free {len(free)} + owned {len(owned)} + named {len(named)} != total {self.num_slots}")
         wrong += [f"owned slot {slot} has {refs} references" for slot, refs in self._owned.items() if refs < 1]
         wrong += [f"slot {slot} and its block disagree" for slot, r in self._named.items()
-                  if r.slot != slot or self._residents.get(r.meta.name) is not r]  # fmt: skip
+                  if r.slot != slot or self._residents.get(r.name) is not r]  # fmt: skip
         if len(named) != len(self._residents):
             wrong.append(f"{len(named)} named slots but {len(self._residents)} names")
         return wrong
 
     def _drop(self, resident: Resident, now_s: float) -> None:
-        self._residents.remove(resident.meta.name, now_s)
+        self._residents.remove(resident.name, now_s)
         del self._named[resident.slot]
         self._free.append(resident.slot)
-        self._changes.remove(resident.meta.name)
+        self._changes.remove(resident.name)

@@ -10,10 +10,9 @@ last lease. Single-threaded: the daemon's loop.
 """
 
 import dataclasses
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence
 
 from headrace.errors import LeaseExpired
 from headrace.ids import BlockName, Incarnation, SlotIndex
@@ -27,6 +26,10 @@ from headrace.kvstore.residents import Resident, Residents
 
 Write = tuple[BlockName, SlotIndex, bytes]
 MayWrite = Callable[[], bool]
+
+
+MAX_TICKET = (1 << 31) - 1
+_DEPTHS = tuple(range(4096))
 
 
 class HostTier:
@@ -63,7 +66,7 @@ class HostTier:
         self._doomed: dict[SlotIndex, Resident] = {}
         self._quarantine: list[Quarantine] = []
         self._owners: dict[Incarnation, Owner] = {}
-        self._tickets = itertools.cycle(range(1, 1 << 31))
+        self._ticket = 0
 
     # --- owners -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class HostTier:
         is counted for whom its parent is."""
         state, now = self._owner(owner), self._clock()
         refused: set[BlockName] = set()
-        given: dict[BlockName, bytes] = {}
+        given: dict[BlockName, BlockMeta] = {}
         outcomes: list[WriteSlot | int] = []
         for name, parent, depth in blocks:
             if name in self._writing_names or self._residents.get(name) is not None:
@@ -164,7 +167,8 @@ class HostTier:
                 continue
             # Before the search for room, or the block's own parent could be chosen to make room for it.
             self._residents.adopt(parent, now)
-            whose = tenant or given.get(parent or name) or self._tenant_of(parent)
+            above = None if parent is None else self._residents.get(parent) or given.get(parent)
+            whose = tenant or (b"" if above is None else above.tenant)
             slot = None if parent in refused else self._take_slot(whose, now)
             if slot is None:
                 self._residents.disown(parent, now)
@@ -172,11 +176,15 @@ class HostTier:
                 self.counters.put_full += 1
                 outcomes.append(PutOutcome.FULL)
                 continue
-            ticket = next(self._tickets)
-            self._writing[slot] = Writing(BlockMeta(name, parent, depth, self._slot_bytes, whose), owner, ticket)
+            self._ticket = ticket = self._ticket % MAX_TICKET + 1
+            # There are many blocks: a block and its child share one object for the name of the parent, and blocks of
+            # one depth one for that number.
+            depth = _DEPTHS[depth] if 0 <= depth < len(_DEPTHS) else depth
+            meta = BlockMeta(name, parent if above is None else above.name, depth, self._slot_bytes, whose)
+            self._writing[slot] = Writing(meta, owner, ticket)
             self._writing_names.add(name)
             self._quotas.count(whose, 1)
-            given[name] = whose
+            given[name] = meta
             state.writes.add(slot)
             outcomes.append(WriteSlot(slot, ticket))
         return outcomes
@@ -188,7 +196,7 @@ class HostTier:
         for name, _, digest in writes:
             if len(digest) != DIGEST_BYTES:
                 raise ValueError(f"digest of {name.hex()} has {len(digest)} bytes, not {DIGEST_BYTES}")
-        for name, slot, digest in writes:
+        for _, slot, digest in writes:
             slot, meta = SlotIndex(int(slot)), self._writing[slot].meta
             resident = Resident(meta, slot, int(keep_lease), digest)
             self._residents.insert(resident, now)
@@ -197,7 +205,7 @@ class HostTier:
             state.writes.discard(slot)
             if keep_lease:
                 state.leases.add([resident])
-            self.changes.add(name)
+            self.changes.add(meta.name)
         self.counters.puts += len(writes)
 
     def abort_put(
@@ -239,7 +247,7 @@ class HostTier:
         """Limit a tenant, None: to the default; evicts what it has beyond that and nothing holds. Returns how many
         blocks it has now. Raises ValueError for what is no tenant."""
         now = self._clock()
-        present = [(r.meta, self._residents.may_go(r.meta.name)) for r in self._residents if r.meta.tenant == tenant]
+        present = [(r.meta, self._residents.may_go(r.name)) for r in self._residents if r.tenant == tenant]
         self._quotas.set_limit(tenant, blocks, present, now)
         self._shrink(tenant, now)
         return self._quotas.used(tenant)
@@ -256,7 +264,7 @@ class HostTier:
 
     def names(self) -> list[BlockName]:
         """All visible names."""
-        return [r.meta.name for r in self._residents]
+        return [r.name for r in self._residents]
 
     @property
     def free(self) -> int:
@@ -285,6 +293,11 @@ class HostTier:
         }
         counters = {f"{name}_total": value for name, value in dataclasses.asdict(self.counters).items()}
         return {**gauges, **counters, **self._quotas.stats()}
+
+    @property
+    def visible(self) -> KeysView[BlockName]:
+        """All visible names; a live view."""
+        return self._residents.names()
 
     def find(self, names: Sequence[BlockName]) -> list[Resident | None]:
         """The visible block of each name, or None; touches nothing."""
@@ -333,7 +346,7 @@ class HostTier:
             victim = self._residents.victim(now_s)
             if victim is None:
                 return None
-            self._remove(victim.meta.name, now_s, "evicted")
+            self._remove(victim.name, now_s, "evicted")
             self.counters.evictions += 1
         # A tenant below its limit got room from anybody; one at its limit has just made some itself.
         return self._free.popleft()
@@ -357,15 +370,11 @@ class HostTier:
         self.counters.quota_evictions += 1
         return True
 
-    def _tenant_of(self, parent: BlockName | None) -> bytes:
-        resident = None if parent is None else self._residents.get(parent)
-        return b"" if resident is None else resident.meta.tenant
-
     def _remove(self, name: BlockName, now_s: float, why: str) -> None:
         for told in self.on_gone:
             told(name, why)
         resident = self._residents.remove(name, now_s)
-        self._quotas.count(resident.meta.tenant, -1)
+        self._quotas.count(resident.tenant, -1)
         self.changes.remove(name)
         if resident.refs:
             self._doomed[resident.slot] = resident

@@ -24,12 +24,12 @@ class Leases:
 
     def add(self, residents: Sequence[Resident]) -> None:
         """One more lease on each."""
-        new = {resident.meta.name: resident for resident in residents}
+        new = {resident.name: resident for resident in residents}
         if len(new) == len(residents) and self._first.keys().isdisjoint(new):
             self._first.update(new)
             return
         for resident in residents:
-            name = resident.meta.name
+            name = resident.name
             if name in self._first:
                 self._more.setdefault(name, []).append(resident)
             else:

@@ -4,25 +4,37 @@ the host tier, so "child before parent" (DESIGN section 5, rule 6) is written on
 A block is offered to the policy exactly when nothing holds it and no block of this tier names it as parent.
 """
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from typing import cast
 
 from headrace.ids import BlockName, SlotIndex
 from headrace.kvstore.base import BatchPolicy, BlockMeta, EvictionPolicy
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Resident:
-    """One named block and its slot. `refs` counts whoever may read or must keep it."""
+class Resident(BlockMeta):
+    """One named block and its slot: one object a block, and little beside it, because there are many."""
 
-    meta: BlockMeta
-    slot: SlotIndex
-    refs: int
-    digest: bytes = b""
-    """Filled where a tier keeps digests."""
-    held_since_s: float = 0.0
-    """When `refs` last rose from 0."""
+    __slots__ = ("children", "digest", "held_since_s", "refs", "slot")
+
+    def __init__(self, meta: BlockMeta, slot: SlotIndex, refs: int, digest: bytes = b"") -> None:
+        super().__init__(meta.name, meta.parent, meta.depth, meta.size_bytes, meta.tenant)
+        self.slot = slot
+        self.refs = refs
+        """Counts whoever may read it or must keep it."""
+        self.digest = digest
+        """Filled where a tier keeps digests."""
+        self.held_since_s = 0.0
+        """When `refs` last rose from 0."""
+        self.children = 0
+        """Blocks of this tier, or being written, that name it as parent."""
+
+    @property
+    def meta(self) -> BlockMeta:
+        return self
+
+    # A resident is itself and no other, whatever it looks like.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 class Residents:
@@ -32,8 +44,8 @@ class Residents:
         self._policy = policy
         self._batch = policy if isinstance(policy, BatchPolicy) else None
         self._by_name: dict[BlockName, Resident] = {}
-        self._children: dict[BlockName, int] = {}
-        """Children in this tier per parent name, also of parents that are not here (yet, or any more)."""
+        self._orphans: dict[BlockName, int] = {}
+        """Children per parent that is not here (yet, or any more); residents count their own."""
         self._offered: set[BlockName] = set()
         self.held = 0
         """Residents with at least one reference."""
@@ -44,6 +56,10 @@ class Residents:
     def __iter__(self) -> Iterator[Resident]:
         return iter(self._by_name.values())
 
+    def names(self) -> KeysView[BlockName]:
+        """A live view."""
+        return self._by_name.keys()
+
     def get(self, name: BlockName) -> Resident | None:
         return self._by_name.get(name)
 
@@ -53,7 +69,8 @@ class Residents:
 
     def has_children(self, name: BlockName) -> bool:
         """Whether a block of this tier, or one being written, names it as parent."""
-        return name in self._children
+        resident = self._by_name.get(name)
+        return resident.children > 0 if resident is not None else name in self._orphans
 
     def may_go(self, name: BlockName) -> bool:
         """It is here, nothing holds it and no block here names it as parent."""
@@ -68,10 +85,10 @@ class Residents:
         return list(map(self._by_name.get, names))
 
     def hit(self, resident: Resident, now_s: float) -> None:
-        self._policy.on_hit(resident.meta.name, now_s)
+        self._policy.on_hit(resident.name, now_s)
 
     def hit_all(self, residents: Sequence[Resident], now_s: float) -> None:
-        names = [resident.meta.name for resident in residents]
+        names = [resident.name for resident in residents]
         if self._batch is not None:
             self._batch.on_hits(names, now_s)
         else:
@@ -79,22 +96,25 @@ class Residents:
                 self._policy.on_hit(name, now_s)
 
     def insert(self, resident: Resident, now_s: float) -> None:
-        name = resident.meta.name
+        name = resident.name
         if name in self._by_name:
             raise KeyError(f"block {name.hex()} is already here")
         self._by_name[name] = resident
+        resident.children = self._orphans.pop(name, 0)
         self.held += resident.refs > 0
         resident.held_since_s = now_s
         self._policy.on_insert(resident.meta, now_s)
-        self.adopt(resident.meta.parent, now_s)
+        self.adopt(resident.parent, now_s)
         self._review(name, now_s)
 
     def remove(self, name: BlockName, now_s: float) -> Resident:
         resident = self._by_name.pop(name)
         self.held -= resident.refs > 0
+        if resident.children:
+            self._orphans[name] = resident.children
         self._offered.discard(name)
         self._policy.on_remove(name)
-        self.disown(resident.meta.parent, now_s)
+        self.disown(resident.parent, now_s)
         return resident
 
     def hold(self, resident: Resident, now_s: float) -> None:
@@ -102,14 +122,14 @@ class Residents:
             self.held += 1
             resident.held_since_s = now_s
         resident.refs += 1
-        self._review(resident.meta.name, now_s)
+        self._review(resident.name, now_s)
 
     def unhold(self, resident: Resident, now_s: float) -> None:
         if resident.refs < 1:
-            raise ValueError(f"block {resident.meta.name.hex()} is released more often than it was taken")
+            raise ValueError(f"block {resident.name.hex()} is released more often than it was taken")
         resident.refs -= 1
         self.held -= resident.refs == 0
-        self._review(resident.meta.name, now_s)
+        self._review(resident.name, now_s)
 
     def hold_all(self, residents: Sequence[Resident], now_s: float) -> None:
         """`hold` on each. In a chain at most the last block was on offer, so the rest costs next to nothing."""
@@ -120,35 +140,41 @@ class Residents:
             resident.refs += 1
         offered = self._offered
         for resident in residents:
-            if resident.meta.name in offered:
-                self._review(resident.meta.name, now_s)
+            if resident.name in offered:
+                self._review(resident.name, now_s)
 
     def unhold_all(self, residents: Sequence[Resident], now_s: float) -> None:
         """`unhold` on each."""
-        children = self._children
         for resident in residents:
             if resident.refs < 1:
-                raise ValueError(f"block {resident.meta.name.hex()} is released more often than it was taken")
+                raise ValueError(f"block {resident.name.hex()} is released more often than it was taken")
             resident.refs -= 1
             if not resident.refs:
                 self.held -= 1
-                if resident.meta.name not in children:
-                    self._review(resident.meta.name, now_s)
+                if not resident.children:
+                    self._review(resident.name, now_s)
 
     def adopt(self, parent: BlockName | None, now_s: float) -> None:
         """A child of `parent` is here, or is being written."""
         if parent is not None:
-            self._children[parent] = self._children.get(parent, 0) + 1
+            self._count_child(parent, 1)
             self._review(parent, now_s)
 
     def disown(self, parent: BlockName | None, now_s: float) -> None:
         if parent is not None:
-            left = self._children[parent] - 1
-            if left:
-                self._children[parent] = left
-            else:
-                del self._children[parent]
+            self._count_child(parent, -1)
             self._review(parent, now_s)
+
+    def _count_child(self, parent: BlockName, change: int) -> None:
+        resident = self._by_name.get(parent)
+        if resident is not None:
+            resident.children += change
+            return
+        left = self._orphans.get(parent, 0) + change
+        if left:
+            self._orphans[parent] = left
+        else:
+            del self._orphans[parent]
 
     def victim(self, now_s: float) -> Resident | None:
         """Whom the policy would drop next. Does not remove it."""
@@ -158,12 +184,12 @@ class Residents:
     def idle(self) -> list[BlockName]:
         """Names that nothing holds, children before parents."""
         idle = [r for r in self._by_name.values() if r.refs == 0]
-        idle.sort(key=lambda r: -r.meta.depth)
-        return [r.meta.name for r in idle]
+        idle.sort(key=lambda r: -r.depth)
+        return [r.name for r in idle]
 
     def _review(self, name: BlockName, now_s: float) -> None:
         resident = self._by_name.get(name)
-        wanted = resident is not None and resident.refs == 0 and name not in self._children
+        wanted = resident is not None and not resident.refs and not resident.children
         if wanted and name not in self._offered:
             self._offered.add(name)
             self._policy.add_evictable(name, now_s)
@@ -175,16 +201,17 @@ class Residents:
         """Everything that is wrong here, as sentences. `pending_children`: parents of blocks being written."""
         wrong: list[str] = []
         children: dict[BlockName, int] = {}
-        parents = [r.meta.parent for r in self._by_name.values() if r.meta.parent is not None]
+        parents = [r.parent for r in self._by_name.values() if r.parent is not None]
         for parent in [*parents, *pending_children]:
             children[parent] = children.get(parent, 0) + 1
-        if children != self._children:
-            wrong.append(f"child counts {self._children} differ from the true ones {children}")
+        counted = self._orphans | {name: r.children for name, r in self._by_name.items() if r.children}
+        if children != counted:
+            wrong.append(f"child counts {counted} differ from the true ones {children}")
         held = sum(r.refs > 0 for r in self._by_name.values())
         if held != self.held:
             wrong.append(f"{held} residents are held, {self.held} were counted")
         for name, resident in self._by_name.items():
-            if resident.meta.name != name:
+            if resident.name != name:
                 wrong.append(f"block {name.hex()} is filed under another name")
             if resident.refs < 0:
                 wrong.append(f"block {name.hex()} has {resident.refs} references")

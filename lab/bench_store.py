@@ -20,6 +20,7 @@ import torch
 from headrace.ids import BlockName, SlotIndex
 from headrace.kvstore.base import StoreClient
 from headrace.kvstore.checksum import digest
+from headrace.kvstore.directory.index import PlaceIndex
 from headrace.kvstore.fake import FakeNode
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.names import NameChain, chain, namespace
@@ -75,8 +76,9 @@ def daemon(slots: int, layout: SlabLayout) -> Iterator[StoreClient]:
 
 
 def fill(client: StoreClient, names: list[BlockName]) -> None:
-    slots = client.begin_put(blocks_of(names))
-    client.commit_put([(name, SlotIndex(s), bytes(16)) for name, s in zip(names, slots)], keep_lease=False)
+    blocks = blocks_of(names)
+    writes = zip(blocks, client.begin_put(blocks))
+    client.commit_put([(block[0], SlotIndex(s), bytes(16)) for block, s in writes], keep_lease=False)
 
 
 def bench_calls(rounds: int) -> Iterator[Row]:
@@ -98,22 +100,31 @@ def bench_calls(rounds: int) -> Iterator[Row]:
 
 
 def bench_index(rounds: int) -> Iterator[Row]:
-    blocks = 50_000
-    names = chain(ROOT, np.arange(64 * blocks, dtype="<u4"))
+    prompts = 32
+    blocks = prompts * PROMPT_BLOCKS
+    chains = [chain(namespace(bytes(32), f"{i}"), np.arange(64 * PROMPT_BLOCKS, dtype="<u4")) for i in range(prompts)]
+    names = chains[0]
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     node = FakeNode(slots=blocks, slot_bytes=1)
-    fill(node.client(), names)
+    client = node.client()
+    for prompt in chains:
+        fill(client, prompt)
     used = tracemalloc.get_traced_memory()[0] - before
+    place = PlaceIndex()
+    before = tracemalloc.get_traced_memory()[0]
+    place.apply("node-0", node.core.events.snapshot())
+    routed = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
 
     def lookups() -> None:
-        for name in names[:10_000]:
+        for name in names:
             node.tier.match([name])
 
     (seconds,) = medians(rounds, lookups)
-    yield row("single-block lookups in process", 10_000 / seconds, "1/s", "≥ 100,000")
+    yield row("single-block lookups in process", len(names) / seconds, "1/s", "≥ 100,000")
     yield row("memory of host tier and event log", used / blocks, "B a block", "≤ 400")
+    yield row("memory of a router's index, one place", routed / blocks, "B a block", "≤ 400")
 
 
 def bench_slabs(rounds: int) -> Iterator[Row]:

@@ -73,7 +73,7 @@ class StoreCore:
         self.tier = tier
         self.pins = Pins(tier, tier.clock)
         self.lower = lower
-        self.events = EventLog(facts.incarnation)
+        self.events = EventLog(facts.incarnation, sources={HOST_PLACE: tier.visible})
         self.on_change = on_change
         self._journal: Journal | None = None
         self.constants: dict[str, float] = {"host_bytes": float(facts.slots * facts.slot_bytes)}
@@ -245,14 +245,14 @@ class StoreCore:
     def _tiers(self, session: Session, leased: Sequence[Resident | None]) -> bytes:
         if self.lower is None:
             return b""
-        names = [resident.meta.name for resident in leased if resident is not None]
+        names = [resident.name for resident in leased if resident is not None]
         came = self.lower.leased(names)
         if session.role != Role.DECODE:
             # A decode rank fetches what a prefill has just used.
             self.lower.used(names)
         if not came:
             return b""
-        return bytes(wire.TIERS.index(came.get(r.meta.name, Tier.HOST) if r else Tier.HOST) for r in leased)
+        return bytes(wire.TIERS.index(came.get(r.name, Tier.HOST) if r else Tier.HOST) for r in leased)
 
     def _promote(self, session: Session, request: wire.Promote) -> wire.ComingReply:
         names = wire.unpack_names(request.names)
@@ -318,14 +318,14 @@ class StoreCore:
         return wire.Count(value=self.tier.set_quota(request.tenant, blocks))
 
     def _list_blocks(self, session: Session, request: wire.ListBlocks) -> wire.BlockList:
-        above = (r for r in self.tier.blocks() if r.meta.name > request.after)
-        found = heapq.nsmallest(min(request.limit, MAX_LISTED), above, key=lambda r: r.meta.name)
+        above = (r for r in self.tier.blocks() if r.name > request.after)
+        found = heapq.nsmallest(min(request.limit, MAX_LISTED), above, key=lambda r: r.name)
         return wire.BlockList(
-            names=wire.pack_names(r.meta.name for r in found),
+            names=wire.pack_names(r.name for r in found),
             slots=wire.pack_ints([r.slot for r in found]),
-            depths=wire.pack_ints([r.meta.depth for r in found]),
+            depths=wire.pack_ints([r.depth for r in found]),
             leases=wire.pack_ints([r.refs for r in found]),
-            tenants=tuple(r.meta.tenant for r in found),
+            tenants=tuple(r.tenant for r in found),
         )
 
     def _announce(self, session: Session, request: wire.Announce) -> wire.Done:

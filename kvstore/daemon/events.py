@@ -4,9 +4,10 @@ The log is bounded in names, not in entries. Who asks for something that is no l
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from headrace.ids import BlockName, Incarnation
+from headrace.kvstore.names import is_private
 from headrace.kvstore.wire import Events, PlaceChange, pack_names
 
 HOST_PLACE = "host"
@@ -16,21 +17,32 @@ DISK_PLACE = "disk"
 class EventLog:
     """Events of one run of a daemon, numbered from 1 without gaps."""
 
-    def __init__(self, incarnation: Incarnation, max_names: int = 1 << 16) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        max_names: int = 1 << 15,
+        sources: Mapping[str, Collection[BlockName]] | None = None,
+    ) -> None:
+        """`sources`: places whose names somebody else keeps: what is in them is read there (private names are passed
+        over), and what is told of them is exact. The log keeps the names of all other places."""
         self.incarnation = incarnation
         self.last = 0
         self._max_names = max_names
         self._names = 0
         self._events: deque[PlaceChange] = deque()
-        self._held: dict[str, set[BlockName]] = {HOST_PLACE: set()}
+        self._sources = sources or {}
+        self._held: dict[str, set[BlockName]] = {} if HOST_PLACE in self._sources else {HOST_PLACE: set()}
 
     def change(self, place: str, added: Iterable[BlockName], removed: Iterable[BlockName]) -> bool:
         """Record what really changed in `place`; False if nothing did."""
-        held = self._held.setdefault(place, set())
-        new = [name for name in added if name not in held]
-        held.update(new)
-        gone = [name for name in removed if name in held]
-        held.difference_update(gone)
+        if place in self._sources:
+            new, gone = list(added), list(removed)
+        else:
+            held = self._held.setdefault(place, set())
+            new = [name for name in added if name not in held]
+            held.update(new)
+            gone = [name for name in removed if name in held]
+            held.difference_update(gone)
         if not new and not gone:
             return False
         self._append(PlaceChange(place=place, added=pack_names(new), removed=pack_names(gone)), len(new) + len(gone))
@@ -44,10 +56,10 @@ class EventLog:
         return True
 
     def held(self, place: str) -> int:
-        return len(self._held.get(place, ()))
+        return len(self._sources[place] if place in self._sources else self._held.get(place, ()))
 
     def places(self) -> list[str]:
-        return list(self._held)
+        return [*self._sources, *self._held]
 
     def since(self, incarnation: Incarnation, after: int) -> Events:
         """Events after number `after`, or a snapshot if the log does not reach back so far."""
@@ -59,7 +71,8 @@ class EventLog:
 
     def snapshot(self) -> Events:
         changes = tuple(
-            PlaceChange(place=place, added=pack_names(names), removed=b"") for place, names in self._held.items()
+            PlaceChange(place=place, added=pack_names(name for name in names if not is_private(name)), removed=b"")
+            for place, names in (*self._sources.items(), *self._held.items())
         )
         return Events(incarnation=self.incarnation, last=self.last, snapshot=True, changes=changes)
 

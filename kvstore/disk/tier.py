@@ -191,7 +191,7 @@ class DiskTier:
         return self._residents.get(name)
 
     def names(self) -> list[BlockName]:
-        return [resident.meta.name for resident in self._residents]
+        return [resident.name for resident in self._residents]
 
     def stats(self) -> dict[str, float]:
         gauges = {

@@ -250,3 +250,51 @@ def test_tens_of_thousands_of_random_operations():
         max_examples=400, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
     )
     case().runTest()
+
+
+def test_a_block_that_comes_and_goes_leaves_no_memory_behind():
+    import tracemalloc
+
+    tier = HostTier(slots=4, slot_bytes=1, policy=make_policy("lru", 4), lease_s=1e9)
+    tier.attach("me")
+
+    def come_and_go(rounds):
+        for i in range(rounds):
+            name = i.to_bytes(32, "big")
+            (slot,) = tier.begin_put("me", [(name, None, 0)])
+            tier.commit_put("me", [(name, slot, b"d" * 16)], keep_lease=True)
+            tier.release("me", [name])
+            if i % 2:
+                tier.drop([name])
+            tier.changes.take()
+
+    come_and_go(2000)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    come_and_go(5000)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 20_000, f"{grown} bytes after 5,000 blocks"
+
+
+def test_a_parent_that_comes_after_its_child_is_kept_for_it():
+    """Also when it leaves and comes back while the child is there."""
+    tier = HostTier(slots=4, slot_bytes=1, policy=make_policy("lru", 4), lease_s=1e9)
+    tier.attach("me")
+    parent, child = b"p" * 32, b"c" * 32
+
+    def put(name, above):
+        slots = tier.begin_put("me", [(name, above, int(above is not None))])
+        tier.commit_put("me", [(name, slots[0], b"d" * 16)], keep_lease=False)
+        assert tier.check_integrity() == []
+
+    put(child, parent)
+    put(parent, None)
+    assert tier.stats()["evictable"] == 1
+    tier.drop([parent])
+    assert tier.check_integrity() == []
+    put(parent, None)
+    assert tier.stats()["evictable"] == 1
+    tier.drop([child])
+    assert tier.check_integrity() == []
+    assert tier.stats()["evictable"] == 1
