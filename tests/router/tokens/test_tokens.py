@@ -39,6 +39,47 @@ def test_never_half_a_character(text: str) -> None:
     assert shown == text
 
 
+def settled(data: bytes) -> str:
+    """The definition of what may be shown after some bytes: all but an end that more bytes could make a character."""
+    for held in range(1, min(3, len(data)) + 1):
+        if is_open(data[-held:]):
+            return data[:-held].decode("utf-8", "replace")
+    return data.decode("utf-8", "replace")
+
+
+def is_open(tail: bytes) -> bool:
+    """Whether some continuation makes `tail` one valid character."""
+    for leads, size in {range(0xC2, 0xE0): 2, range(0xE0, 0xF0): 3, range(0xF0, 0xF5): 4}.items():
+        if tail[0] in leads and len(tail) < size:
+            for middle in (0x80, 0x90, 0xA0, 0xBF):
+                try:
+                    (tail + bytes([middle] * (size - len(tail)))).decode()
+                except UnicodeDecodeError:
+                    continue
+                return True
+    return False
+
+
+SPECIAL = sorted(TOKENIZER.special_ids) + [i for i in map(TOKENIZER.id_of, ("<think>", "</think>", "<tool_call>")) if i]
+BYTES = [i for i in range(TOKENIZER.size) if len(TOKENIZER.bytes_of(i)) == 1]
+
+
+@settings(max_examples=400)
+@given(st.lists(st.sampled_from(BYTES) | st.sampled_from(SPECIAL) | st.integers(0, TOKENIZER.size - 1), max_size=40))
+def test_what_is_shown_is_whole_at_every_step(ids: list[int]) -> None:
+    """Never part of a character, never part of a special token, and nothing is held longer than it must be."""
+    detokenizer = Detokenizer(TOKENIZER, skip_special=False)
+    shown, data = "", b""
+    for token in ids:
+        piece = detokenizer.push(token)
+        shown += piece
+        data += TOKENIZER.bytes_of(token)
+        assert shown == settled(data)
+        if token in SPECIAL:
+            assert piece.endswith(TOKENIZER.bytes_of(token).decode())
+    assert shown + detokenizer.flush() == data.decode("utf-8", "replace")
+
+
 def test_lone_surrogates_are_the_clients_mistake() -> None:
     with pytest.raises(InputError, match="not valid Unicode"):
         TOKENIZER.encode("x\ud800y")
