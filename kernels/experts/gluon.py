@@ -18,15 +18,17 @@ CHUNK_PAIRS = 1 << 17
 
 
 def choose_shape(pairs: int, experts: int) -> GroupedShape:
-    """By the number of pairs if they were spread evenly over the experts of all ranks, as far as one rank knows."""
+    """By the rows of an expert if pairs spread evenly over all `experts` there are, here and elsewhere. On an H200
+    with 32 local experts, at a mean of 33 rows 64 a tile beat 16 (206 to 315 us), at 164 wide tiles (364 to 442)."""
     mean = pairs / experts
-    return NARROW[16] if mean <= 64 else NARROW[64] if mean <= 512 else WIDE
+    return NARROW[16] if mean <= 12 else NARROW[64] if mean <= 96 else WIDE
 
 
 class GluonExperts(TritonExperts):
     def __init__(self, context: KernelContext) -> None:
         super().__init__(context)
         self._fixed_order = context.deterministic
+        self._every_expert = context.shape.get("experts", 0)
 
     def __call__(
         self,
@@ -46,12 +48,18 @@ class GluonExperts(TritonExperts):
             self._chunk(x[part], scales[part], ids[part], weights[part], weight, first_expert, out[part])
         return out
 
-    @staticmethod
     def _chunk(
-        x: Tensor, scales: Tensor, ids: Tensor, gains: Tensor, weight: TritonExpertWeights, first: int, out: Tensor
+        self,
+        x: Tensor,
+        scales: Tensor,
+        ids: Tensor,
+        gains: Tensor,
+        weight: TritonExpertWeights,
+        first: int,
+        out: Tensor,
     ) -> None:
         experts, top = weight.down.shape[0], ids.shape[1]
-        shape = choose_shape(ids.numel(), experts)
+        shape = choose_shape(ids.numel(), max(experts, self._every_expert))
         places = plan_places(ids.reshape(-1) - first, experts, shape.rows)
         codes, by_place, gain = permute(x.contiguous(), scales.contiguous(), gains.contiguous(), places)
         rows = GroupedRows(codes, by_place, places.expert, places.tiles, shape)

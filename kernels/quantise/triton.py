@@ -12,13 +12,14 @@ from torch import Tensor
 
 from headrace.kernels.base import Granularity, KernelContext
 from headrace.kernels.formats import SCALE_TILE
-from headrace.kernels.launch import ceil_div, compute_units, fp8_dtype
+from headrace.kernels.launch import ceil_div, compute_units, fp8_dtype, next_power_of_two
 from headrace.kernels.numeric import activation_scale, to_e4m3
 
-GROUP_ROWS, GROUPS = 8, 4
-"""A program's tile of the kernel with a scale a group: 8 scales that lie together fill a sector"""
-ROW_STEP = 2048
-TENSOR_STEP = 8192
+TILE = 4096
+"""Values a program keeps at once"""
+GROUPS = 4
+"""Groups of a row in a program's tile, which leaves 8 rows: 8 scales that lie together fill a sector"""
+TENSOR_STEP = 16384
 
 
 @triton.jit
@@ -42,23 +43,25 @@ def group_kernel(
 
 
 @triton.jit
-def token_kernel(x_ptr, codes_ptr, scales_ptr, rows, width, row_stride, STEP: tl.constexpr):
-    """Codes [rows, width] and one scale a row; a program takes every so many-th row."""
-    inside = tl.arange(0, STEP).to(tl.int64)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        x_at = x_ptr + (inside * 0 + row) * row_stride
-        most = tl.zeros((STEP,), tl.float32)
-        for start in range(0, width, STEP):
-            x = tl.load(x_at + start + inside, mask=start + inside < width, other=0.0).to(tl.float32)
-            most = tl.maximum(most, tl.abs(x))
-        scale = activation_scale(tl.max(most, 0) + tl.zeros((1,), tl.float32))
-        for start in range(0, width, STEP):
-            keep = start + inside < width
-            x = tl.load(x_at + start + inside, mask=keep, other=0.0).to(tl.float32)
-            codes = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-            to = codes_ptr + (inside * 0 + row) * width + start + inside
-            tl.store(to, to_e4m3(codes, codes_ptr), mask=keep)
-        tl.store(scales_ptr + row + tl.arange(0, 1), scale)
+def token_kernel(x_ptr, codes_ptr, scales_ptr, rows, width, R: tl.constexpr, W: tl.constexpr):
+    """Codes [rows, width] and one scale a row; R rows a program, each read once if it is no longer than W."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    inside = tl.arange(0, W)
+    here = row < rows
+    at = row.to(tl.int64)[:, None] * width + inside[None, :]
+    x = tl.load(x_ptr + at, mask=here[:, None] & (inside < width)[None, :], other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(x), 1)
+    for start in range(W, width, W):
+        more = tl.load(x_ptr + at + start, mask=here[:, None] & (start + inside < width)[None, :], other=0.0)
+        most = tl.maximum(most, tl.max(tl.abs(more.to(tl.float32)), 1))
+    scale = activation_scale(most)
+    tl.store(scales_ptr + row, scale, mask=here)
+    for start in range(0, width, W):
+        keep = here[:, None] & (start + inside < width)[None, :]
+        if start > 0:
+            x = tl.load(x_ptr + at + start, mask=keep, other=0.0).to(tl.float32)
+        codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        tl.store(codes_ptr + at + start, to_e4m3(codes, codes_ptr), mask=keep)
 
 
 @triton.jit
@@ -93,8 +96,11 @@ def quantise_groups(x: Tensor, codes: Tensor, scales: Tensor, transposed: bool) 
     rows, width = x.shape
     if rows:
         row_stride, tile_stride = scales.stride()[::-1] if transposed else scales.stride()
-        group_kernel[(ceil_div(rows, GROUP_ROWS), ceil_div(width, GROUPS * SCALE_TILE))](
-            x, codes, scales, rows, width, x.stride(0), row_stride, tile_stride, R=GROUP_ROWS, C=GROUPS, num_warps=4
+        tiles = ceil_div(width, SCALE_TILE)
+        groups = GROUPS if tiles % GROUPS == 0 else min(2 * GROUPS, next_power_of_two(tiles))
+        step = TILE // (groups * SCALE_TILE)
+        group_kernel[(ceil_div(rows, step), ceil_div(tiles, groups))](
+            x, codes, scales, rows, width, x.stride(0), row_stride, tile_stride, R=step, C=groups, num_warps=4
         )
 
 
@@ -125,8 +131,9 @@ class TritonQuantise:
             return codes, scales.view(*x.shape[:-1], tiles)
         if granularity is Granularity.TOKEN:
             if rows:
-                grid = (min(rows, 8 * self._programs),)
-                token_kernel[grid](flat, codes, self._scales, rows, width, width, STEP=ROW_STEP, num_warps=4)
+                wide = min(TILE, next_power_of_two(width))
+                grid = (ceil_div(rows, TILE // wide),)
+                token_kernel[grid](flat, codes, self._scales, rows, width, R=TILE // wide, W=wide, num_warps=4)
             return codes, self._scales[:rows].view(x.shape[:-1])
         grid = (max(1, min(self._programs, ceil_div(flat.numel(), TENSOR_STEP))),)
         tensor_kernel[grid](flat, codes, self._scales, self._state, flat.numel(), STEP=TENSOR_STEP, num_warps=16)

@@ -32,6 +32,7 @@ CASES = tuple(
     for name, rows, experts, inner, rule, tiny in (
         ("5 rows, 16 experts", 5, 16, 64, RouterRule(4, 1, 1, True, 2.5), True),
         ("640 rows, 256 experts", 640, 256, 6144, RouterRule(8, 1, 1, True, 2.5), False),
+        ("4096 rows, 256 experts", 4096, 256, 6144, RouterRule(8, 1, 1, True, 2.5), False),
         ("640 rows, 8 groups of 32", 640, 256, 7168, RouterRule(8, 8, 4, True, 2.5), False),
     )
 )  # fmt: skip

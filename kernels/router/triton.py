@@ -16,7 +16,7 @@ from headrace.kernels.base import KernelContext, RouterRule
 from headrace.kernels.launch import architecture, ceil_div, next_power_of_two
 
 STEP = 64
-FEW_ROWS = 64
+FEW_ROWS = 1024
 
 
 def precision(device: torch.device) -> str:
@@ -124,7 +124,7 @@ def choose_tile(rows: int, experts: int, deterministic: bool) -> RouterTile:
     """`experts` a power of two. A row's sum is cut at the same channels whatever the batch if deterministic."""
     if deterministic or rows <= FEW_ROWS:
         return RouterTile(16, min(64, experts), 16, 4, 3)
-    return RouterTile(64, min(128, experts), 1 if rows >= 4096 else 2 if rows >= 2048 else 8, 8, 2)
+    return RouterTile(64, min(128, experts), 1 if rows >= 4096 else 2, 8, 2)
 
 
 class TritonRouter:

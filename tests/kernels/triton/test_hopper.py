@@ -103,7 +103,7 @@ def test_experts(rows: int, spread: str) -> None:
     width, inner, top = 512, 256, 3
     gates, ups = ([fp8_matrix(inner, width, 8 * width**-0.5) for _ in range(4)] for _ in range(2))
     downs = [fp8_matrix(width, inner, 8 * inner**-0.5) for _ in range(4)]
-    op, plain = GluonExperts(KernelContext(CUDA, False)), ReferenceExperts(CPU)
+    op, plain = GluonExperts(KernelContext(CUDA, False, {"experts": 8})), ReferenceExperts(CPU)
     weight = op.prepare(*([moved(pair) for pair in part] for part in (gates, ups, downs)))
     wanted_weight = plain.prepare(gates, ups, downs)
     x, gains = torch.randn(rows, width) / 10, torch.rand(rows, top)
@@ -120,5 +120,5 @@ def test_experts(rows: int, spread: str) -> None:
 
 
 def test_the_shapes_of_experts_are_all_tested() -> None:
-    """`test_experts` with 4 experts meets narrow tiles of both sizes and wide ones."""
-    assert [choose_shape(rows * 3, 4).rows for rows in (1, 40, 300, 1500)] == [16, 16, 64, 128]
+    """`test_experts` with 8 experts meets narrow tiles of both sizes and wide ones."""
+    assert [choose_shape(rows * 3, 8).rows for rows in (1, 40, 300, 1500)] == [16, 64, 128, 128]
