@@ -1,21 +1,27 @@
-"""Slab copies when the device is the CPU: plain strided copies, done when the call returns."""
+"""Slab copies when the device is the CPU: plain strided copies, done when the call returns. By numpy, which moves each
+plane as one piece; torch's copies of strided bytes are a third slower.
+"""
 
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from headrace.kvstore.copiers.ahead import Loaded, Loading
+from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.pool import DevicePool
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class CpuCopier:
     def load(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+        here = _planes_of(pool)
         for slot, view in zip(slots, views):
-            latent, index = _planes(pool, view)
-            pool.latent[:, slot].copy_(latent)
-            pool.index[:, slot].copy_(index)
+            for planes, part in zip(here, _parts(pool.layout, view)):
+                planes[:, slot] = part
 
     def begin_load(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview], groups: int) -> Loading:
         began = time.perf_counter()
@@ -23,15 +29,23 @@ class CpuCopier:
         return Loaded(pool, time.perf_counter() - began)
 
     def store(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+        here = _planes_of(pool)
         for slot, view in zip(slots, views):
-            latent, index = _planes(pool, view)
-            latent.copy_(pool.latent[:, slot])
-            index.copy_(pool.index[:, slot])
+            for planes, part in zip(here, _parts(pool.layout, view)):
+                part[:] = planes[:, slot]
 
 
-def _planes(pool: DevicePool, view: memoryview) -> tuple[Tensor, Tensor]:
-    """The slab's bytes as uint8 [latent planes, 64, row bytes] and [index planes, plane bytes], without a copy."""
-    layout = pool.layout
-    slab = torch.frombuffer(view, dtype=torch.uint8, count=layout.payload_bytes)
-    latent = slab[: layout.latent_bytes].view(layout.latent_planes, -1, layout.format.latent_row_bytes)
-    return latent, slab[layout.latent_bytes :].view(layout.index_planes, layout.format.index_plane_bytes)
+def _planes_of(pool: DevicePool) -> tuple[Bytes, Bytes]:
+    """The pool's memory as uint8 [planes, slots, plane bytes], latent and index."""
+    latent, index = pool.latent.numpy(), pool.index.numpy()
+    return latent.reshape(*latent.shape[:2], -1), index.reshape(*index.shape[:2], -1)
+
+
+def _parts(layout: SlabLayout, view: memoryview) -> tuple[Bytes, Bytes]:
+    """The slab's bytes as uint8 [latent planes, plane bytes] and [index planes, plane bytes], without a copy."""
+    slab = np.frombuffer(view, dtype=np.uint8, count=layout.payload_bytes)
+    latent, index = slab[: layout.latent_bytes], slab[layout.latent_bytes :]
+    return (
+        latent.reshape(layout.latent_planes, layout.format.latent_plane_bytes),
+        index.reshape(layout.index_planes, layout.format.index_plane_bytes),
+    )
