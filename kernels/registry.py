@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.errors import KernelUnsupported
+from headrace.kernels.aiter_library import REFUSALS
 from headrace.kernels.base import KernelContext
 from headrace.kernels.launch import CACHE_OPS, architecture, refuses_cache_op, refuses_gluon, refuses_triton
 
@@ -40,6 +41,8 @@ TRITON_OPS = (
 )
 GLUON_OPS = ("linear", "experts")
 PREFERENCE = ("aiter", "gluon", "triton", "reference")
+TRITON_BEFORE_AITER = ("norm", "latent_rows", "index_keys")
+"""aiter takes bf16 there and writes through another buffer; Triton's read fp32 and write in one launch"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,8 +83,10 @@ class Registry:
     def backends(self, op: str) -> tuple[str, ...]:
         if op not in self._backends:
             raise KernelUnsupported(f"no op {op!r}; known: {', '.join(sorted(self._backends))}")
-        known = self._backends[op]
-        return tuple(sorted(known, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else -1))
+        order = list(PREFERENCE)
+        if op in TRITON_BEFORE_AITER:
+            order.sort(key=lambda name: (name == "reference", name == "aiter"))
+        return tuple(sorted(self._backends[op], key=lambda name: order.index(name) if name in order else -1))
 
     def backend(self, op: str, name: str) -> Backend:
         """Raises KernelUnsupported where there is none of that name."""
@@ -110,6 +115,9 @@ def default_registry() -> Registry:
     """The backends that ship with Headrace."""
     registry = Registry()
     for op in OPS:
+        if op in REFUSALS:
+            entry = f"headrace.kernels.{op}.aiter:create"
+            registry.register(op, Backend("aiter", entry, REFUSALS[op], arithmetic="bf16"))
         if op in GLUON_OPS:
             registry.register(op, Backend("gluon", f"headrace.kernels.{op}.gluon:create", refuses_gluon))
         if op in TRITON_OPS:

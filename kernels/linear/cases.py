@@ -8,6 +8,8 @@ from torch import Tensor
 
 from headrace.kernels.cases import Case, Tolerance, fp8_matrix
 
+QUANTISED_OTHERWISE = Tolerance(2e-3, 5e-2, 0.12)
+"""Of a backend that quantises activations by another maximum (240 for fnuz codes): other codes, the same expectation"""
 MATRIX = {"fp8_linear_kernel": ("fp8",), "float_linear_kernel": ("bf16",), "dense_kernel": ("fp8",)}
 
 
@@ -33,7 +35,7 @@ def _case(name: str, run: Any, tiny: bool = False) -> Case:
         run,
         tiny=tiny,
         tolerance=Tolerance(1e-5, 2e-2, 1e-2),
-        bf16_tolerance=Tolerance(1e-4, 2e-2, 5e-2),
+        bf16_tolerance=QUANTISED_OTHERWISE,
     )
 
 
