@@ -23,6 +23,7 @@ from headrace.kvstore.pool import DevicePool
 from headrace.model import oracle
 from headrace.model.base import StepRows
 from headrace.model.exchange import LocalExchange
+from headrace.model.testing import tiny_spec, write_checkpoint
 from headrace.model.transformer import Transformer
 
 LENGTH = 80
@@ -147,6 +148,27 @@ def test_a_ragged_batch_equals_each_sequence_alone(family: str, tmp_path: Path) 
         alone, _ = in_chunks(model, sequence.tolist(), lengths[i])
         assert torch.equal(together[where[i]], alone)
         torch.testing.assert_close(model.logits(alone), wanted[i, : lengths[i]], **CLOSE)
+
+
+@torch.no_grad()
+def test_fp8_weights_equal_the_formulas(tmp_path: Path) -> None:
+    """With exact cache rows. Where fp32 and fp64 round an activation to different FP8 values, a row and all that attend
+    to it move by hundredths; so the prompts are short and many, and nearly all rows must agree to the last bits."""
+    spec = tiny_spec(
+        hidden_size=256, q_lora_rank=160, moe_intermediate_size=160, num_attention_heads=3, qk_nope_head_dim=24,
+        used_vocab_size=512,
+    )  # fmt: skip
+    write_checkpoint(spec, tmp_path, seed=3)
+    model, plain = oracle.load_ours(tmp_path), Plain(tmp_path)
+    off = []
+    for seed in range(20):
+        tokens = tokens_of(seed, 7)
+        hidden, pool = in_chunks(model, tokens[:6].tolist(), 6)
+        out = model.mtp_extend(oracle.rows_of(tokens[1:].tolist(), 0, pool), hidden, pool, LocalExchange())
+        pairs = (hidden, plain.forward(tokens[:6])), (out.hidden, plain.mtp(tokens[1:], hidden))
+        off += [(got - wanted).norm(dim=1) / wanted.norm(dim=1) for got, wanted in pairs]
+    exact = (torch.cat(off) < 1e-5).double().mean()
+    assert exact > 0.8
 
 
 def rounding_cache(config: Any) -> Any:

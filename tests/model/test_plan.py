@@ -105,6 +105,20 @@ def test_sizes() -> None:
         plan_model("glm-5.2-fp8", 8, 8, "288GB", "10%", prefill_tp=65)
 
 
+def test_the_documented_plans_are_the_computed_ones() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "model.md").read_text()
+    for hbm in ("288GB", "141GB"):
+        plan = plan_model("GLM-5.2-FP8", 8, 8, hbm, "10%")
+        group = plan.groups[1]
+        numbers = [
+            f"{group.left_bytes / GB:.2f} GB",
+            f"{plan.reserve_bytes / GB:.2f} GB",
+            f"{group.weight_bytes / GB:.2f}",
+        ]
+        numbers += [f"{room.rank_tokens:,}" for room in group.kv] + [f"{room.bytes_per_token:,}" for room in group.kv]
+        assert [number for number in numbers if number not in text] == []
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model", "plan", "--model", "glm-5.2-fp8", "--prefill-cp", "8", "--decode-ep", "8", "--hbm"]
     assert main([*words, "288GB", "--json"]) == 0

@@ -18,8 +18,18 @@ def dequantised(weight: Tensor, scale: Tensor) -> Tensor:
     return weight.to(torch.float32).double() * scale.double()[rows][:, columns]
 
 
+def rounded(x: Tensor) -> Tensor:
+    """What is left of activations in FP8: 128 channels of a row share the scale amax / 448."""
+    found = []
+    for part in x.float().split(128, -1):
+        scale = part.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
+        found.append((part / scale).to(torch.float8_e4m3fn).double() * scale.double())
+    return torch.cat(found, -1)
+
+
 class Plain:
-    """`forward` gives the hidden states after the final norm, `mtp` those of the MTP layer after its own."""
+    """`forward` gives the hidden states after the final norm, `mtp` those of the MTP layer after its own. Products with
+    FP8 matrices round their inputs to FP8, but for kv_b_proj, which is folded into queries and values."""
 
     def __init__(self, directory: Path) -> None:
         self.raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
@@ -36,6 +46,9 @@ class Plain:
     def has(self, name: str) -> bool:
         return name in self._t
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return (rounded(x) if f"{name}.weight_scale_inv" in self._t else x) @ self.get(f"{name}.weight").T
+
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [n] -> fp64 [n, D]"""
         x = self.get("model.embed_tokens.weight")[tokens]
@@ -47,7 +60,7 @@ class Plain:
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = "model.embed_tokens" if self.raw.get("tie_word_embeddings") else "lm_head"
-        return hidden @ self.get(f"{head}.weight").T
+        return self.linear(hidden, head)
 
     def mtp(self, next_tokens: Tensor, hidden: Tensor, last_sees: Tensor | None = None) -> Tensor:
         """Row p: the token at p + 1 and the main model's hidden state at p. `last_sees`: the rows the last one attends
@@ -56,7 +69,7 @@ class Plain:
         prefix = f"model.layers.{layer}."
         token = self._rms(self.get("model.embed_tokens.weight")[next_tokens], f"{prefix}enorm")
         before = self._rms(hidden.double(), f"{prefix}hnorm")
-        x = torch.cat((token, before), -1) @ self.get(f"{prefix}eh_proj.weight").T
+        x = self.linear(torch.cat((token, before), -1), f"{prefix}eh_proj")
         x, self.kept[layer] = self._block(prefix, x, None, last_sees)
         return self._rms(x, f"{prefix}shared_head.norm")
 
@@ -76,9 +89,9 @@ class Plain:
         raw = self.raw
         heads, nope, v_dim = raw["num_attention_heads"], raw["qk_nope_head_dim"], raw["v_head_dim"]
         count = x.shape[0]
-        latent_q = self._rms(x @ self.get(f"{prefix}q_a_proj.weight").T, f"{prefix}q_a_layernorm")
-        q = (latent_q @ self.get(f"{prefix}q_b_proj.weight").T).view(count, heads, nope + 64)
-        both = x @ self.get(f"{prefix}kv_a_proj_with_mqa.weight").T
+        latent_q = self._rms(self.linear(x, f"{prefix}q_a_proj"), f"{prefix}q_a_layernorm")
+        q = (self.linear(latent_q, f"{prefix}q_b_proj")).view(count, heads, nope + 64)
+        both = self.linear(x, f"{prefix}kv_a_proj_with_mqa")
         latent = self._rms(both[:, :512], f"{prefix}kv_a_layernorm")
         pairs = bool(raw.get("rope_interleave", True))
         k_pe = self._turn(both[:, 512:], pairs)
@@ -96,7 +109,7 @@ class Plain:
             scores = q[:, head, :nope] @ k_nope.T + self._turn(q[:, head, nope:], pairs) @ k_pe.T
             weights = (scores * self._scale(nope)).masked_fill(~kept, -math.inf).softmax(-1)
             out.append(weights @ value)
-        return torch.cat(out, -1) @ self.get(f"{prefix}o_proj.weight").T, kept
+        return self.linear(torch.cat(out, -1), f"{prefix}o_proj"), kept
 
     def _scale(self, nope: int) -> float:
         rope = self.raw["rope_parameters"]
@@ -109,13 +122,13 @@ class Plain:
         """bool [n, n]: the index_topk best of the rows up to each one, the earlier one of equals."""
         raw, count = self.raw, x.shape[0]
         pairs = bool(raw.get("indexer_rope_interleave", raw["model_type"] == "glm_moe_dsa"))
-        keys = x @ self.get(f"{prefix}wk.weight").T
+        keys = self.linear(x, f"{prefix}wk")
         centred = keys - keys.mean(-1, keepdim=True)
         keys = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         keys = keys * self.get(f"{prefix}k_norm.weight") + self.get(f"{prefix}k_norm.bias")
         keys = torch.cat((self._turn(keys[:, :64], pairs), keys[:, 64:]), -1)
-        q = (latent_q @ self.get(f"{prefix}wq_b.weight").T).view(count, -1, 128)
-        weights = x @ self.get(f"{prefix}weights_proj.weight").T * raw["index_n_heads"] ** -0.5
+        q = (self.linear(latent_q, f"{prefix}wq_b")).view(count, -1, 128)
+        weights = self.linear(x, f"{prefix}weights_proj") * raw["index_n_heads"] ** -0.5
         scores = torch.zeros(count, count, dtype=torch.float64)
         for head in range(raw["index_n_heads"]):
             one = torch.cat((self._turn(q[:, head, :64], pairs), q[:, head, 64:]), -1)
@@ -165,7 +178,7 @@ class Plain:
 
     def _moe(self, prefix: str, x: Tensor) -> Tensor:
         raw = self.raw
-        scores = (x @ self.get(f"{prefix}gate.weight").T).sigmoid()
+        scores = (self.linear(x, f"{prefix}gate")).sigmoid()
         choice = scores + self.get(f"{prefix}gate.e_score_correction_bias")
         size = raw["n_routed_experts"] // raw["n_group"]
         out = torch.zeros_like(x)
@@ -178,15 +191,14 @@ class Plain:
             total = sum(scores[row, e].item() for e in chosen) if raw.get("norm_topk_prob", True) else 1.0
             for expert in chosen:
                 gain = scores[row, expert].item() / total * raw["routed_scaling_factor"]
-                out[row] += gain * self._mlp(f"{prefix}experts.{expert}.", x[row])
+                out[row] += gain * self._mlp(f"{prefix}experts.{expert}.", x[row : row + 1])[0]
         if self.has(f"{prefix}shared_experts.gate_proj.weight"):
             out += self._mlp(f"{prefix}shared_experts.", x)
         return out
 
     def _mlp(self, prefix: str, x: Tensor) -> Tensor:
-        gate, up, down = (self.get(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down"))
-        opened = x @ gate.T
-        return (opened * opened.sigmoid() * (x @ up.T)) @ down.T
+        opened = self.linear(x, f"{prefix}gate_proj")
+        return self.linear(opened * opened.sigmoid() * self.linear(x, f"{prefix}up_proj"), f"{prefix}down_proj")
 
     def _rms(self, x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + self.raw["rms_norm_eps"]).sqrt() * self.get(f"{name}.weight")
