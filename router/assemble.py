@@ -23,6 +23,7 @@ from headrace.router.engine import Engine
 from headrace.router.fleet import Box, Fleet
 from headrace.router.http.admin import Admin
 from headrace.router.http.app import build_app
+from headrace.router.http.body import BodyBudget
 from headrace.router.http.limits import TenantLimits, parse_limits
 from headrace.router.http.recall import Recall
 from headrace.router.http.service import Service
@@ -38,6 +39,8 @@ from headrace.router.served import ServedModel
 from headrace.router.tokens.known import KnownTexts
 
 WORKER_THREADS = 2
+BODIES_AT_ONCE = 8
+"""So many of the largest bodies may be in memory while they are being read."""
 IMPLICIT_ANSWER_SHARE = 4
 """A client that gives no limit gets at most this fraction (1/4) of a decode rank for its answer."""
 
@@ -109,6 +112,7 @@ async def assemble(config: Config, model: ServedModel, directory: Directory, bac
         metrics=metrics,
         tenants=Tenants(config.router.api_keys, config.router.admin_key),
         limits=limits,
+        bodies=BodyBudget(BODIES_AT_ONCE * config.router.max_body_bytes),
         journal=journal,
         workers=workers,
         recall=Recall(known, model.tokenizer, workers, root),

@@ -15,7 +15,7 @@ from headrace.messages import SamplingParams
 from headrace.router.answers.text import TextRules
 from headrace.router.fleet import Fleet
 from headrace.router.generation import Generation, GenerationSpec
-from headrace.router.http.body import check, read_json
+from headrace.router.http.body import check
 from headrace.router.http.conversation import check_tools, template_messages, template_options
 from headrace.router.http.errors import NotFound, json_response
 from headrace.router.http.schemas import DetokenizeRequest, DrainRequest, TokenizeRequest
@@ -139,7 +139,7 @@ class Admin:
     async def drain(self, service: Service, request: Request) -> Response:
         """Without a box: this router takes no more requests. With one: it gets no more work. `undo` takes it back."""
         service.tenants.check_admin(request)
-        fields = check(DrainRequest, await read_json(request, service.config.max_body_bytes, empty=True))
+        fields = check(DrainRequest, await service.body(request, empty=True))
         if fields.box is None:
             service.draining = not fields.undo
             return json_response({"draining": service.draining, "inflight": service.inflight})

@@ -1,13 +1,14 @@
 """Request bodies: read with a limit, parse, check field by field. What is wrong becomes an InputError with a field."""
 
 import asyncio
+import dataclasses
 import json
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from headrace.errors import Cancelled, InputError
+from headrace.errors import Cancelled, CapacityError, InputError
 from headrace.router.http.errors import BodyTooLarge
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -17,8 +18,16 @@ READ_TIMEOUT_S = 60.0
 """A body must arrive within this time: a client that trickles bytes holds no place for longer."""
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Raises BodyTooLarge, InputError (too slow) or Cancelled (the client left)."""
+@dataclasses.dataclass(slots=True)
+class BodyBudget:
+    """Bodies that are being read, together: however many clients send at once, they hold no more than this."""
+
+    limit_bytes: int
+    held_bytes: int = 0
+
+
+async def read_body(request: Request, limit_bytes: int, budget: BodyBudget) -> bytes:
+    """Raises BodyTooLarge, CapacityError (too many at once), InputError (too slow) or Cancelled (the client left)."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes, at most {limit_bytes} are taken")
@@ -27,18 +36,23 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         async with asyncio.timeout(READ_TIMEOUT_S):
             async for chunk in request.stream():
                 data += chunk
+                budget.held_bytes += len(chunk)
+                if budget.held_bytes > budget.limit_bytes:
+                    raise CapacityError(f"the bodies that are being read have more than {budget.limit_bytes} bytes")
                 if len(data) > limit_bytes:
                     raise BodyTooLarge(f"the body has more than {limit_bytes} bytes")
     except TimeoutError as error:
         raise InputError(f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
     except ClientDisconnect as error:
         raise Cancelled("the client left") from error
+    finally:
+        budget.held_bytes -= len(data)
     return bytes(data)
 
 
-async def read_json(request: Request, limit_bytes: int, *, empty: bool = False) -> dict[str, Any]:
+async def read_json(request: Request, limit_bytes: int, budget: BodyBudget, *, empty: bool = False) -> dict[str, Any]:
     """`empty`: no body at all stands for {}."""
-    data = await read_body(request, limit_bytes)
+    data = await read_body(request, limit_bytes, budget)
     if empty and not data.strip():
         return {}
     if len(data) < LARGE_BODY_BYTES:

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from headrace.config import RouterConfig
 from headrace.errors import ConfigError
+from headrace.router.http.connection import GuardedProtocol
 
 STOP_S = 2.0
 """Connections that are still open this long after the last response are cut."""
@@ -23,6 +24,8 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            http=GuardedProtocol,
+            ws="none",
             timeout_keep_alive=config.keep_alive_s,
             timeout_graceful_shutdown=int(STOP_S),
             server_header=False,

@@ -21,7 +21,7 @@ from headrace.messages import SamplingParams
 from headrace.router.answers.text import TextRules
 from headrace.router.base import GenerationEngine
 from headrace.router.generation import Generation, GenerationSpec
-from headrace.router.http.body import check, read_json
+from headrace.router.http.body import BodyBudget, check, read_json
 from headrace.router.http.limits import TenantLimits
 from headrace.router.http.recall import Prompt, Recall
 from headrace.router.http.schemas import CommonRequest
@@ -54,6 +54,7 @@ class Service:
     largest_answer: Callable[[int], int]
     """Prompt tokens -> most answer tokens that fit the largest decode rank."""
     retry_after_s: Callable[[], float]
+    bodies: BodyBudget
     inflight: int = 0
     draining: bool = False
 
@@ -76,7 +77,10 @@ class Service:
     async def read(self, request: Request) -> tuple[str, dict[str, Any]]:
         """(tenant, JSON body). Raises NotAuthenticated before the body is read."""
         tenant = self.tenants.tenant(request)
-        return tenant, await read_json(request, self.config.max_body_bytes)
+        return tenant, await self.body(request)
+
+    async def body(self, request: Request, *, empty: bool = False) -> dict[str, Any]:
+        return await read_json(request, self.config.max_body_bytes, self.bodies, empty=empty)
 
     def fields(self, model: type[Fields], raw: dict[str, Any], *, anthropic: bool = False) -> Fields:
         """The body as `model`. Raises InputError naming the first field that is wrong or unknown."""
