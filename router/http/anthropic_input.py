@@ -19,7 +19,7 @@ class MessagesRequest(BaseModel):
     system: str | list[dict[str, Any]] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=0)
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_STOPS)
     tools: list[dict[str, Any]] | None = None

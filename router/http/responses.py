@@ -36,9 +36,6 @@ _ECHOED: dict[str, Any] = {
     "tool_choice": "auto",
     "tools": [],
     "top_logprobs": 0,
-    "user": None,
-    "safety_identifier": None,
-    "prompt_cache_key": None,
 }
 """Fields of the request that its response repeats, and what they are when the client did not say."""
 
@@ -115,6 +112,9 @@ class ResponseShape:
         self._status, self._reason = "in_progress", ""
         self._completed: int | None = None
         echoed = {k: v if (v := getattr(fields, k)) is not None else default for k, default in _ECHOED.items()}
+        named = {
+            k: v for k in ("user", "safety_identifier", "prompt_cache_key") if (v := getattr(fields, k)) is not None
+        }
         sampling = generation.spec.sampling
         self._head = {
             "id": generation.spec.request_id,
@@ -122,6 +122,7 @@ class ResponseShape:
             "created_at": int(time.time()),
             "model": service.model.name,
             **echoed,
+            **named,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "truncation": "disabled",

@@ -24,7 +24,7 @@ class ResponsesRequest(BaseModel):
     stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
