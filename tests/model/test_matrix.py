@@ -4,6 +4,7 @@ pairs of all dimensions (lib/matrix.py), and Headrace with itself however a prom
 What is neutralised for the comparison with transformers, and only that, is in model/oracle.py.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,23 @@ def test_a_ragged_batch_equals_each_sequence_alone(family: str, tmp_path: Path) 
         alone, _ = in_chunks(model, sequence.tolist(), lengths[i])
         assert torch.equal(together[where[i]], alone)
         torch.testing.assert_close(model.logits(alone), wanted[i, : lengths[i]], **CLOSE)
+
+
+@torch.no_grad()
+def test_deepseek_with_shared_indexes(tmp_path: Path) -> None:
+    """Served so by override; transformers' model has no sharing, so the formulas alone are compared with."""
+    spec = tiny_spec(model_type="deepseek_v32", indexer_interleaved=False, quantised=False, used_vocab_size=512)
+    write_checkpoint(spec, tmp_path, seed=4)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["indexer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"index_topk_freq": 2, "index_skip_topk_offset": 1}))
+    model, plain = oracle.load_ours(tmp_path), Plain(tmp_path)
+    assert model.spec.full_layers == (0, 2)
+    tokens = tokens_of(2)
+    hidden, _ = in_chunks(model, tokens.tolist(), 50)
+    torch.testing.assert_close(hidden, plain.forward(tokens).float(), **CLOSE)
+    assert torch.equal(plain.kept[0], plain.kept[1])
+    assert not torch.equal(plain.kept[1], plain.kept[2])
 
 
 @torch.no_grad()
