@@ -1,6 +1,10 @@
-"""Whether a host tier's books are sound: every slot in one state, every reference owed to one lease. Pure."""
+"""A host tier's books from outside: whether they are sound (every slot in one state, every reference owed to one
+lease), and what they say in numbers. Pure."""
 
+import dataclasses
 from typing import TYPE_CHECKING
+
+from headrace.kvstore.host_state import oldest_lease_s
 
 if TYPE_CHECKING:
     from headrace.kvstore.host_tier import HostTier
@@ -33,3 +37,21 @@ def violations(tier: "HostTier") -> list[str]:
         if resident.refs != leases.get(id(resident), 0):
             wrong.append(f"slot {resident.slot}: {resident.refs} references, {leases.get(id(resident), 0)} leases")
     return wrong
+
+
+def stats(tier: "HostTier") -> dict[str, float]:
+    """Gauges of slots by state, and counters."""
+    gauges = {
+        "slots": tier.slots,
+        "free": len(tier._free),
+        "writing": len(tier._writing),
+        "ready": len(tier._residents),
+        "leased": tier._residents.held + len(tier._doomed),
+        "evictable": tier._residents.evictable,
+        "doomed": len(tier._doomed),
+        "quarantined": sum(len(q.slots) for q in tier._quarantine),
+        "clients": len(tier._owners),
+        "oldest_lease_s": oldest_lease_s(tier._owners.values(), tier._clock()),
+    }
+    counters = {f"{name}_total": value for name, value in dataclasses.asdict(tier.counters).items()}
+    return {**gauges, **counters, **tier._quotas.stats()}

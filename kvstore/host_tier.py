@@ -9,7 +9,6 @@ it lives while the owner is renewed. A dropped block that somebody still reads i
 last lease. Single-threaded: the daemon's loop.
 """
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, KeysView, Sequence
@@ -19,8 +18,8 @@ from headrace.ids import BlockName, Incarnation, SlotIndex
 from headrace.kvstore.base import BlockMeta, EvictionPolicy, ExpiringPolicy, PutOutcome, WriteSlot, ticket_of
 from headrace.kvstore.changes import ChangeSet
 from headrace.kvstore.checksum import DIGEST_BYTES
-from headrace.kvstore.host_check import violations
-from headrace.kvstore.host_state import HostCounters, Owner, Quarantine, Writing, oldest_lease_s
+from headrace.kvstore.host_check import stats, violations
+from headrace.kvstore.host_state import HostCounters, Owner, Quarantine, Writing
 from headrace.kvstore.quotas import Quotas
 from headrace.kvstore.residents import Resident, Residents
 
@@ -279,20 +278,8 @@ class HostTier:
         return len(state.leases) if state else 0
 
     def stats(self) -> dict[str, float]:
-        gauges = {
-            "slots": self.slots,
-            "free": len(self._free),
-            "writing": len(self._writing),
-            "ready": len(self._residents),
-            "leased": self._residents.held + len(self._doomed),
-            "evictable": self._residents.evictable,
-            "doomed": len(self._doomed),
-            "quarantined": sum(len(q.slots) for q in self._quarantine),
-            "clients": len(self._owners),
-            "oldest_lease_s": oldest_lease_s(self._owners.values(), self._clock()),
-        }
-        counters = {f"{name}_total": value for name, value in dataclasses.asdict(self.counters).items()}
-        return {**gauges, **counters, **self._quotas.stats()}
+        """Slots by state, counters by cause, tenants with a limit."""
+        return stats(self)
 
     @property
     def visible(self) -> KeysView[BlockName]:
