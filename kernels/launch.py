@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from headrace.kernels.base import KernelContext
+from headrace.kernels.cuda.build import USUAL_PLACE, find_nvcc
 
 FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
 COMPUTE_UNITS = {"sm_90": 132, "gfx950": 256, "gfx942": 304}
@@ -92,6 +93,23 @@ def refuses_cache_op(context: KernelContext) -> str | None:
     if context.row_format == "bf16":
         return "row format bf16 is for parity: reference only"
     return refuses_triton(context)
+
+
+def refuses_cuda(context: KernelContext, what: str, least: int, most: int) -> str | None:
+    """Why no CUDA C++ kernel for Hopper runs in this context, or None. `what`: the size of the model, by its name in
+    `KernelContext.shape`, that must lie in least..most; a context that does not say is taken for one that fits."""
+    refusal = refuses_cache_op(context)
+    if refusal is not None:
+        return refusal
+    if torch.version.hip is not None:
+        return "CUDA C++, the device is AMD's"
+    capability = torch.cuda.get_device_capability(context.device)
+    if capability != (9, 0):
+        return f"uses instructions of compute capability 9.0, the device has {capability[0]}.{capability[1]}"
+    size = context.shape.get(what, least)
+    if not least <= size <= most:
+        return f"made for {least} to {most} {what}, the model has {size}"
+    return None if find_nvcc() else f"nvcc is neither on the PATH nor at {USUAL_PLACE}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ error. A device difference is another backend file, never a branch inside one.
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,14 @@ from typing import Any
 from headrace.errors import KernelUnsupported
 from headrace.kernels.aiter_library import REFUSALS
 from headrace.kernels.base import KernelContext
-from headrace.kernels.launch import CACHE_OPS, architecture, refuses_cache_op, refuses_gluon, refuses_triton
+from headrace.kernels.launch import (
+    CACHE_OPS,
+    architecture,
+    refuses_cache_op,
+    refuses_cuda,
+    refuses_gluon,
+    refuses_triton,
+)
 
 OPS = (
     "norm",
@@ -40,7 +48,9 @@ TRITON_OPS = (
     "quantise",
 )
 GLUON_OPS = ("linear", "experts")
-PREFERENCE = ("aiter", "gluon", "triton", "reference")
+CUDA_OPS = {"index_topk": ("index_heads", 17, 32), "sparse_mla": ("heads", 33, 1024)}
+"""Ops with a CUDA C++ backend, and the size of the model that its tile is made for"""
+PREFERENCE = ("aiter", "cuda", "gluon", "triton", "reference")
 TRITON_BEFORE_AITER = ("norm", "latent_rows", "index_keys")
 """aiter takes bf16 there and writes through another buffer; Triton's read fp32 and write in one launch"""
 
@@ -104,11 +114,18 @@ class Registry:
             backend = self._backends[op][name]
             reason = backend.refuses(context)
             if reason is None:
-                return Choice(op, name, backend.create(context), tuple(rejected))
+                try:
+                    return Choice(op, name, backend.create(context), tuple(rejected))
+                except KernelUnsupported as refusal:
+                    reason = str(refusal)
             rejected.append((name, reason))
         why = "; ".join(f"{name}: {reason}" for name, reason in rejected)
         where = architecture(context.device)
         raise KernelUnsupported(f"{op} on {where}, rows {context.row_format or 'any'}, {context.shape}: {why}")
+
+
+def _refuses_cuda(size: tuple[str, int, int], context: KernelContext) -> str | None:
+    return refuses_cuda(context, *size)
 
 
 def default_registry() -> Registry:
@@ -120,6 +137,9 @@ def default_registry() -> Registry:
             registry.register(op, Backend("aiter", entry, REFUSALS[op], arithmetic="bf16"))
         if op in GLUON_OPS:
             registry.register(op, Backend("gluon", f"headrace.kernels.{op}.gluon:create", refuses_gluon))
+        if op in CUDA_OPS:
+            too = functools.partial(_refuses_cuda, CUDA_OPS[op])
+            registry.register(op, Backend("cuda", f"headrace.kernels.{op}.cuda:create", too))
         if op in TRITON_OPS:
             refuses = refuses_cache_op if op in CACHE_OPS else refuses_triton
             registry.register(op, Backend("triton", f"headrace.kernels.{op}.triton:create", refuses))

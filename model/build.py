@@ -32,6 +32,7 @@ def build_model(
     shape = {
         "heads": len(placement.heads.of(spec.num_attention_heads)),
         "hidden": spec.hidden_size,
+        "index_heads": spec.index_n_heads,
         "index_topk": spec.index_topk,
         "experts": spec.n_routed_experts,
     }

@@ -35,7 +35,8 @@ def sparse_mla(
     flop = 2.0 * rows * heads * k * (WIDTH + LATENT_DIM)
     name = f"{sequences}x{rows_each} rows, {heads} heads, k {k}, {context >> 10}K, {fmt_name}, "
     name += "80 % shared" if drifting else "uniform"
-    return Case("sparse_mla", name, build, Work(bf16_flop=flop, bytes=moved), goal_us, goal_ratio, sets=2)
+    return Case("sparse_mla", name, build, Work(bf16_flop=flop, bytes=moved), goal_us, goal_ratio, sets=2,
+                shape={"heads": heads})  # fmt: skip
 
 
 def cases() -> list[Case]:

@@ -40,6 +40,8 @@ class Case:
     goal_ratio: float = 0.0
     sets: int = 3
     graph: bool = True
+    shape: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Sizes of the model, as in KernelContext"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def _measure(
     hot: Ceilings | None,
     deterministic: bool,
 ) -> None:
-    context = KernelContext(device, deterministic, row_format="tile656")
+    context = KernelContext(device, deterministic, case.shape, row_format="tile656")
     choice = default_registry().choose(case.op, context, backend)
     calls = [case.build(choice.kernel, device, SEED + i) for i in range(case.sets)]
     for state in states:

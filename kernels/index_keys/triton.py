@@ -21,6 +21,12 @@ Projection = tuple[Tensor, Tensor, float, Tensor, Tensor, bool]
 
 
 @triton.jit
+def pairs(x, R: tl.constexpr):
+    """[R, 64] -> even and odd dims [R, 32]"""
+    return tl.split(tl.reshape(x, (R, 32, 2)))
+
+
+@triton.jit
 def index_key_kernel(
     keys_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, cache_rows_ptr, codes_ptr, scales_ptr, rows, key_stride, eps,
     FROM_PROJECTION: tl.constexpr, INTERLEAVED: tl.constexpr, SCATTER: tl.constexpr, TILED: tl.constexpr,
@@ -30,12 +36,13 @@ def index_key_kernel(
     inside = (row < rows)[:, None]
     pair = tl.arange(0, 32)
     rest = 64 + tl.arange(0, 64)
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + (1 if INTERLEAVED else 32)
+    first = pair
+    second = 32 + pair
     source = keys_ptr + row.to(tl.int64)[:, None] * key_stride
-    both = (2 * pair)[:, None] + tl.arange(0, 2)[None, :]
+    both = tl.arange(0, 64)
     if INTERLEAVED:
-        a, b = tl.split(tl.load(source[:, :, None] + both[None, :, :], mask=inside[:, :, None], other=0.0))
+        # Whole lines: addresses in steps of two would not be joined into wide accesses.
+        a, b = pairs(tl.load(source + both[None, :], mask=inside, other=0.0), R)
     else:
         a = tl.load(source + first[None, :], mask=inside, other=0.0)
         b = tl.load(source + second[None, :], mask=inside, other=0.0)
@@ -46,8 +53,16 @@ def index_key_kernel(
         b -= mean[:, None]
         c -= mean[:, None]
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)) / 128 + eps)[:, None]
-        a = a * scale * tl.load(weight_ptr + first)[None, :] + tl.load(bias_ptr + first)[None, :]
-        b = b * scale * tl.load(weight_ptr + second)[None, :] + tl.load(bias_ptr + second)[None, :]
+        if INTERLEAVED:
+            weight_a, weight_b = pairs(tl.load(weight_ptr + both)[None, :], 1)
+            bias_a, bias_b = pairs(tl.load(bias_ptr + both)[None, :], 1)
+        else:
+            weight_a = tl.load(weight_ptr + first)[None, :]
+            weight_b = tl.load(weight_ptr + second)[None, :]
+            bias_a = tl.load(bias_ptr + first)[None, :]
+            bias_b = tl.load(bias_ptr + second)[None, :]
+        a = a * scale * weight_a + bias_a
+        b = b * scale * weight_b + bias_b
         c = c * scale * tl.load(weight_ptr + rest)[None, :] + tl.load(bias_ptr + rest)[None, :]
         angle = row.to(tl.int64)[:, None] * 32 + pair[None, :]
         cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
@@ -73,8 +88,8 @@ def index_key_kernel(
         to = codes_ptr + row.to(tl.int64) * 132
         scale_to = scales_ptr + row.to(tl.int64) * 33 + 32
     if INTERLEAVED:
-        turned = to_e4m3(tl.join(a, b), codes_ptr)
-        tl.store(to[:, None, None] + both[None, :, :], turned, mask=keep[:, None, None])
+        turned = tl.reshape(tl.join(a, b), (R, 64))
+        tl.store(to[:, None] + both[None, :], to_e4m3(turned, codes_ptr), mask=keep[:, None])
     else:
         tl.store(to[:, None] + first[None, :], to_e4m3(a, codes_ptr), mask=keep[:, None])
         tl.store(to[:, None] + second[None, :], to_e4m3(b, codes_ptr), mask=keep[:, None])

@@ -38,7 +38,8 @@ def select(
 
 CASES = tuple(
     Case("index_topk", what, functools.partial(select, lengths=lengths, rows_each=each, heads=heads, k=k, name=name),
-         row_format=name, shape={"index_topk": k}, tiny=tiny, tolerance=ROW_DIFFERS, bf16_tolerance=ROW_DIFFERS)
+         row_format=name, shape={"index_topk": k, "index_heads": heads}, tiny=tiny, tolerance=ROW_DIFFERS,
+         bf16_tolerance=ROW_DIFFERS)
     for what, lengths, each, heads, k, name, tiny in (
         ("2 sequences, 3 rows each", [150, 40], 3, 4, 64, "tile656", True),
         ("16 sequences, 5 rows each", [6000, 8000, 1500, 4096] * 4, 5, 32, 2048, "tile656", False),

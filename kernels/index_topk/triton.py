@@ -167,11 +167,11 @@ class TritonIndexTopk:
         )  # fmt: skip
 
 
-def quantise_query(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [t, Hi, 128] and [t, Hi] -> (codes e4m3 [t, P, 128], weights times scale fp32 [t, P]); P: Hi padded to a
-    power of two, the rest zero."""
+def quantise_query(q: Tensor, weights: Tensor, padded: int = 0) -> tuple[Tensor, Tensor]:
+    """fp32 [t, Hi, 128] and [t, Hi] -> (codes e4m3 [t, P, 128], weights times scale fp32 [t, P]); P: `padded`, or Hi
+    padded to a power of two; the rest zero."""
     rows, heads, _ = q.shape
-    padded = next_power_of_two(heads)
+    padded = padded or next_power_of_two(heads)
     codes = torch.empty((rows, padded, INDEX_DIM), dtype=torch.uint8, device=q.device).view(fp8_dtype(q.device))
     scaled = torch.empty((rows, padded), dtype=torch.float32, device=q.device)
     if rows:

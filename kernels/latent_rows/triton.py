@@ -35,9 +35,9 @@ def latent_kernel(
         latent_ptr + row.to(tl.int64)[:, None, None] * latent_stride + place, mask=inside[:, None, None], other=0.0
     )
     pair = tl.arange(0, 32)
-    both = ((2 * pair)[:, None] + tl.arange(0, 2)[None, :])[None, :, :]
-    source = rope_ptr + row.to(tl.int64)[:, None, None] * rope_stride + both
-    a, b = tl.split(tl.load(source, mask=inside[:, None, None], other=0.0))
+    both = tl.arange(0, 64)[None, :]
+    source = rope_ptr + row.to(tl.int64)[:, None] * rope_stride + both
+    a, b = tl.split(tl.reshape(tl.load(source, mask=inside[:, None], other=0.0), (R, 32, 2)))
     if FROM_PROJECTION:
         mean = tl.sum(tl.sum(x * x, 2), 1) / 512
         x = x * tl.rsqrt(mean + eps)[:, None, None] * tl.load(weight_ptr + place)
@@ -47,16 +47,17 @@ def latent_kernel(
         turned = a * cos - b * sin
         b = b * cos + a * sin
         a = turned
+    turned_pairs = tl.reshape(tl.join(a, b), (R, 64))
     if TILED:
         scale, inverse = power_of_two_scale(tl.max(tl.abs(x), 2))
         x = x * inverse[:, :, None]
         where = scales_ptr + to[:, None] * (ROW_BYTES // 4) + 128 + tl.arange(0, 4)[None, :]
         tl.store(where, scale, mask=keep[:, None])
-        half = halves_ptr + to[:, None, None] * (ROW_BYTES // 2) + 264 + both
-        tl.store(half, tl.join(a, b).to(tl.bfloat16), mask=keep[:, None, None])
+        half = halves_ptr + to[:, None] * (ROW_BYTES // 2) + 264 + both
+        tl.store(half, turned_pairs.to(tl.bfloat16), mask=keep[:, None])
     else:
-        tail = codes_ptr + to[:, None, None] * ROW_BYTES + 512 + both
-        tl.store(tail, to_e4m3(tl.join(a, b), codes_ptr), mask=keep[:, None, None])
+        tail = codes_ptr + to[:, None] * ROW_BYTES + 512 + both
+        tl.store(tail, to_e4m3(turned_pairs, codes_ptr), mask=keep[:, None])
     tl.store(codes_ptr + to[:, None, None] * ROW_BYTES + place, to_e4m3(x, codes_ptr), mask=keep[:, None, None])
 
 

@@ -29,12 +29,13 @@ def rope_kernel(
     cos = tl.load(cos_ptr + row[:, None] * half + pair[None, :], mask=inside, other=0.0)
     sin = tl.load(sin_ptr + row[:, None] * half + pair[None, :], mask=inside, other=0.0)
     if INTERLEAVED:
-        # A pair is read and written as one, so that a warp's accesses are whole.
-        both = (2 * pair)[:, None] + tl.arange(0, 2)[None, :]
-        x = tl.load(x_ptr + start[:, None, None] + both[None, :, :], mask=inside[:, :, None], other=0.0)
-        a, b = tl.split(x)
-        turned = tl.join(a * cos - b * sin, b * cos + a * sin)
-        tl.store(to[:, None, None] + both[None, :, :], turned, mask=inside[:, :, None])
+        # Whole lines are read and written: addresses in steps of two would not be joined into wide accesses.
+        both = tl.arange(0, 2 * HALF)
+        inside = (line < lines)[:, None] & (both < 2 * half)[None, :]
+        x = tl.load(x_ptr + start[:, None] + both[None, :], mask=inside, other=0.0)
+        a, b = tl.split(tl.reshape(x, (L, HALF, 2)))
+        turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (L, 2 * HALF))
+        tl.store(to[:, None] + both[None, :], turned, mask=inside)
     else:
         a = tl.load(x_ptr + start[:, None] + pair[None, :], mask=inside, other=0.0)
         b = tl.load(x_ptr + start[:, None] + half + pair[None, :], mask=inside, other=0.0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,17 @@ from headrace.config.load import from_dict
 from headrace.config.tree import ModelConfig
 from headrace.errors import ConfigError, KernelUnsupported
 from headrace.kernels.base import KernelContext
-from headrace.kernels.registry import GLUON_OPS, OPS, TRITON_OPS, default_registry, forced_choices, kernel_set
+from headrace.kernels.registry import (
+    CUDA_OPS,
+    GLUON_OPS,
+    OPS,
+    TRITON_OPS,
+    Backend,
+    Registry,
+    default_registry,
+    forced_choices,
+    kernel_set,
+)
 
 CPU = KernelContext(torch.device("cpu"), deterministic=True)
 
@@ -22,9 +33,9 @@ def test_a_cpu_gets_the_reference_and_the_reason(op: str) -> None:
     if op in TRITON_OPS:
         installed = importlib.util.find_spec("triton") is not None
         wanted = "needs a GPU, the device is cpu" if installed else "triton is not installed"
-        assert [name for name, reason in choice.rejected if reason.startswith(wanted)] == (
-            ["gluon", "triton"] if op in GLUON_OPS else ["triton"]
-        )
+        others = {"cuda": CUDA_OPS, "gluon": GLUON_OPS}
+        refused = [*(name for name, ops in others.items() if op in ops), "triton"]
+        assert [name for name, reason in choice.rejected if reason.startswith(wanted)] == refused
 
 
 def test_a_forced_backend_says_why_it_cannot() -> None:
@@ -35,6 +46,7 @@ def test_a_forced_backend_says_why_it_cannot() -> None:
 def test_the_parity_format_is_the_reference_s() -> None:
     context = KernelContext(torch.device("cuda"), deterministic=True, row_format="bf16")
     rejected = dict(default_registry().choose("sparse_mla", context).rejected)
+    assert rejected.pop("cuda") == "row format bf16 is for parity: reference only"
     assert rejected.pop("triton") == "row format bf16 is for parity: reference only"
     assert all("bf16" in reason for reason in rejected.values())
 
@@ -73,3 +85,30 @@ def test_the_setting_takes_both_forms() -> None:
         setting({"norm": "cutlass"})
     names = next(f for f in dataclasses.fields(ModelConfig) if f.name == "kernels").metadata["names"]
     assert names == OPS
+
+
+def test_a_backend_that_cannot_be_made_gives_way_unless_forced() -> None:
+    registry = Registry()
+    registry.register("norm", Backend("cuda", "headrace.kernels.linear.reference:no_such_factory"))
+    registry.register("norm", Backend("reference", "headrace.kernels.norm.reference:create"))
+    with pytest.raises(AttributeError):
+        registry.choose("norm", CPU)  # a mistake in the code is no refusal
+
+    def broken(context: KernelContext) -> None:
+        raise KernelUnsupported("nvcc cannot build it")
+
+    broken_registry = Registry()
+    broken_registry.register("norm", Broken("cuda", "", make=broken))
+    broken_registry.register("norm", Backend("reference", "headrace.kernels.norm.reference:create"))
+    choice = broken_registry.choose("norm", CPU)
+    assert (choice.backend, choice.rejected) == ("reference", (("cuda", "nvcc cannot build it"),))
+    with pytest.raises(KernelUnsupported, match="nvcc cannot build it"):
+        broken_registry.choose("norm", CPU, "cuda")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Broken(Backend):
+    make: Callable[[KernelContext], None] = lambda context: None
+
+    def create(self, context: KernelContext) -> None:
+        self.make(context)

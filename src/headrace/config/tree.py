@@ -29,7 +29,7 @@ class ModelConfig:
         "auto",
         "Kernel backend, or a mapping of ops to backends; `auto` picks per op, device, dtype and shape. One name: that "
         "backend for every op that has it. A forced backend that cannot is an error (see `headrace kernels list`)",
-        choices=("auto", "reference", "triton", "gluon", "aiter"),
+        choices=("auto", "reference", "triton", "gluon", "cuda", "aiter"),
         names=(
             "norm",
             "rope",

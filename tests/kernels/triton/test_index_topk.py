@@ -6,19 +6,13 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from headrace.kernels.base import KernelContext, QueryRows
-from headrace.kernels.formats import FORMATS, RowFormat
-from headrace.kernels.index_keys.reference import ReferenceIndexKeys
+from headrace.kernels.formats import FORMATS
 from headrace.kernels.index_topk import reference
 from headrace.kernels.index_topk.select import select
 from headrace.kernels.index_topk.triton import TritonIndexTopk, quantise_query
-from headrace.kernels.rows import cache_rows
+from headrace.kernels.testing.problems import best, check_rows, indexed, on
 
 FP8 = ["tile656", "plain576"]
-
-
-def best(scores: torch.Tensor, last_row: int, first_row: int, k: int) -> list[int]:
-    visible = range(first_row, last_row + 1)
-    return sorted(sorted(visible, key=lambda s: (-scores[s].item(), s))[:k])
 
 
 def run_select(
@@ -60,54 +54,6 @@ def test_select_with_fewer_groups_than_k(device: torch.device) -> None:
     scores, last = torch.randn(2, 128), torch.tensor([127, 101])
     got = run_select(device, scores, last, 0, 64, 0)
     assert [row.tolist() for row in got] == [best(scores[i], int(last[i]), 0, 64) for i in range(2)]
-
-
-def indexed(fmt: RowFormat, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(planes whose unused keys are NaN, tables with a hole after each sequence, dequantised keys)."""
-    slots = sum(-(-n // 64) for n in lengths) + 1
-    plane = torch.full((slots, fmt.index_plane_bytes), 0xFF, dtype=torch.uint8)
-    tables = torch.full((len(lengths), max(-(-n // 64) for n in lengths) + 1), -1, dtype=torch.int64)
-    order, op, keys = torch.randperm(slots), ReferenceIndexKeys(), []
-    for i, length in enumerate(lengths):
-        blocks = -(-length // 64)
-        tables[i, :blocks], order = order[:blocks], order[blocks:]
-        row = torch.arange(length)
-        where = cache_rows(tables, torch.full_like(row, i), row)
-        op.write(plane, where, op.quantise(torch.randn(length, 128), fmt), fmt)
-        keys.append(op.gather(plane, where, fmt))
-    return plane, tables, keys
-
-
-def scores_of(q: torch.Tensor, w: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """fp64 [keys] of one row, from the same quantised query."""
-    codes, weights = reference.quantise_query(q.unsqueeze(0), w.unsqueeze(0))
-    return (weights[0].double().unsqueeze(-1) * (codes[0].double() @ keys.double().T).relu()).sum(0)
-
-
-def check_rows(
-    got: torch.Tensor, q: torch.Tensor, w: torch.Tensor, rows: QueryRows, keys: list[torch.Tensor], k: int
-) -> None:
-    """A right count of ascending visible rows; whatever differs from the exact set scores like the k-th best."""
-    for i, (seq, last) in enumerate(zip(rows.seq.tolist(), rows.last_row.tolist())):
-        chosen = got[i][got[i] >= 0].long()
-        seen = max(last - rows.first_row + 1, 0)
-        assert len(chosen) == min(seen, k)
-        assert torch.equal(got[i, : len(chosen)].long(), chosen)
-        assert (chosen.diff() > 0).all()
-        if not len(chosen):
-            continue
-        assert chosen[0] >= rows.first_row
-        assert chosen[-1] <= last
-        scores = scores_of(q[i], w[i], keys[seq])[rows.first_row : last + 1]
-        kth = scores.topk(len(chosen)).values[-1]
-        slack = 1e-4 * scores.abs().max()
-        assert (scores[chosen - rows.first_row] >= kth - slack).all()
-        missed = scores.index_fill(0, chosen - rows.first_row, -torch.inf)
-        assert missed.max() <= kth + slack
-
-
-def on(rows: QueryRows, device: torch.device) -> QueryRows:
-    return QueryRows(rows.seq.to(device), rows.last_row.to(device), rows.block_tables.to(device), rows.first_row)
 
 
 @pytest.mark.parametrize(("heads", "name"), [(4, "tile656"), (3, "plain576"), (32, "tile656")])

@@ -8,60 +8,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import FORMATS, RowFormat
-from headrace.kernels.latent_rows.reference import ReferenceLatentRows
-from headrace.kernels.rows import cache_rows
 from headrace.kernels.sparse_mla.triton import TritonSparseMla, choose_splits
-from headrace.kernels.testing.compare import calc_diff
-
-SCALE = 1 / 16
-
-
-def paged(fmt: RowFormat, lengths: list[int], slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(plane whose unused rows are NaN, block tables with a hole after each sequence): slots in random order."""
-    plane = torch.full((slots, 64, fmt.latent_row_bytes), 0xFF, dtype=torch.uint8)
-    order = torch.randperm(slots)
-    widest = max(-(-n // 64) for n in lengths) + 1
-    tables = torch.full((len(lengths), widest), -1, dtype=torch.int64)
-    op = ReferenceLatentRows()
-    for i, length in enumerate(lengths):
-        blocks = -(-length // 64)
-        tables[i, :blocks], order = order[:blocks], order[blocks:]
-        row = torch.arange(length)
-        where = cache_rows(tables, torch.full_like(row, i), row)
-        op.write(plane, where, op.quantise(torch.randn(length, 512) / 10, torch.randn(length, 64) / 10, fmt))
-    return plane, tables
-
-
-def attention(
-    q: torch.Tensor, plane: torch.Tensor, selection: torch.Tensor, rows: QueryRows, fmt: RowFormat
-) -> torch.Tensor:
-    out = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
-    for i in range(q.shape[0]):
-        chosen = selection[i][selection[i] >= 0].long()
-        if len(chosen):
-            where = cache_rows(rows.block_tables, rows.seq[i].expand_as(chosen), chosen)
-            values = ReferenceLatentRows().gather(plane, where, fmt).double()
-            out[i] = torch.softmax(q[i].double() @ values.T * SCALE, -1) @ values[:, :512]
-    return out
-
-
-def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert torch.isfinite(got).all()
-    assert calc_diff(got, wanted) < 5e-6
-    torch.testing.assert_close(got.double(), wanted, rtol=2.01 / 128, atol=1e-3)
-
-
-def problem(
-    fmt: RowFormat, heads: int, k: int, lengths: list[int], picks: list[tuple[int, int]]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, QueryRows]:
-    """`picks`: (sequence, number of selected rows) of each query row."""
-    plane, tables = paged(fmt, lengths, sum(-(-n // 64) for n in lengths) + 2)
-    selection = torch.full((len(picks), k), -1, dtype=torch.int32)
-    for i, (seq, count) in enumerate(picks):
-        selection[i, :count] = torch.randperm(lengths[seq])[:count].sort().values.int()
-    seq = torch.tensor([seq for seq, _ in picks])
-    rows = QueryRows(seq, torch.tensor([lengths[s] - 1 for s, _ in picks]), tables)
-    return torch.randn(len(picks), heads, 576).bfloat16().float(), plane, selection, rows
+from headrace.kernels.testing.problems import SCALE, attention, problem
+from headrace.kernels.testing.problems import check_attention as check
 
 
 def run(
