@@ -110,8 +110,8 @@ def test_a_load_draws_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_forcing_an_absent_backend_names_what_exists(tmp_path: Path) -> None:
-    with pytest.raises(KernelUnsupported, match=r"no op has a backend 'aiter'; there are: .*reference"):
-        load_model(tiny_spec(), tmp_path, "dummy", "cpu", WHOLE, "tile656", True, kernels="aiter")
+    with pytest.raises(KernelUnsupported, match=r"no op has a backend 'cutlass'; there are: .*reference"):
+        load_model(tiny_spec(), tmp_path, "dummy", "cpu", WHOLE, "tile656", True, kernels="cutlass")
 
 
 def test_config_precedence_and_problems() -> None:
