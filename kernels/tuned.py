@@ -5,17 +5,19 @@ a look-up takes the nearest entry, so a table needs no entry for every size. Wha
 op's business. A file's `status` says whether its numbers were measured or the configurations have only been compiled.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.errors import KernelUnsupported
+from headrace.kernels.launch import Tile, architecture
 
 FOLDER = Path(__file__).parent / "tables"
 MEASURED = "measured"
@@ -57,14 +59,43 @@ class Table:
         return best[1].config if best else None
 
 
-def arch_name(device: torch.device) -> str:
-    """ "sm_90", "gfx950", ... of a GPU; "cpu" for anything else."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "cpu"
-    if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+_forced: dict[str, Tile] = {}
+_asked: list[tuple[str, str, Mapping[str, int]]] | None = None
+
+
+def tile(op: str, device: torch.device, dtype: str, shape: Mapping[str, int], otherwise: Tile) -> Tile:
+    """Launch shape of an op's Triton kernel for these sizes: from the table `triton-<op>`, or `otherwise`, made to fit
+    an AMD device where there is no table. Sizes must not include the number of rows in deterministic mode."""
+    if _asked is not None:
+        _asked.append((op, dtype, dict(shape)))
+    if op in _forced:
+        return _forced[op]
+    config = load(f"triton-{op}", architecture(device)).lookup(shape, dtype)
+    if config is None:
+        return otherwise.on(device)
+    return Tile(*(int(config[name]) for name in ("m", "n", "warps", "stages")))
+
+
+@contextlib.contextmanager
+def forced(op: str, choice: Tile) -> Iterator[None]:
+    """Inside, `tile` gives this for the op: how configurations are compared."""
+    _forced[op] = choice
+    try:
+        yield
+    finally:
+        del _forced[op]
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[tuple[str, str, Mapping[str, int]]]]:
+    """Collects what `tile` is asked for inside: (op, dtype, sizes)."""
+    global _asked
+    found: list[tuple[str, str, Mapping[str, int]]] = []
+    _asked = found
+    try:
+        yield found
+    finally:
+        _asked = None
 
 
 @functools.cache

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--target", nargs="*", default=[], metavar="ARCH", help="gfx950, gfx942, sm_90; default: all")
     sub.add_argument("--op", nargs="*", default=[], metavar="OP", help="these ops; default: all")
     sub.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    sub = command("tune", "find the launch shapes of Triton kernels that are fastest on this GPU", run_tune)
+    sub.add_argument("--op", nargs="*", default=[], metavar="OP", help="linear, experts, sparse_mla, index_topk")
+    sub.add_argument("--folder", type=Path, metavar="DIR", help="write the tables there; default: where they are read")
     sub = command("bench", "measure kernels beside the ceilings of this GPU", run_bench)
     sub.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="cases whose name contains one of these")
     sub.add_argument("--backend", nargs="*", default=["auto"], metavar="NAME", help="backends to force, or auto")
@@ -133,16 +136,53 @@ def run_compile(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def run_tune(args: argparse.Namespace) -> int:
+    from headrace.kernels import tune, tuned
+
+    device = _gpu(args, "tune")
+    found = tune.tune(device, args.op, source=_where(device))
+    paths = tune.save(found, args.folder or tuned.FOLDER)
+    if args.json:
+        print(
+            json.dumps({"tables": [str(path) for path in paths], "trials": list(map(dataclasses.asdict, found.trials))})
+        )
+        return 0
+    for op, case in dict.fromkeys((trial.op, trial.case) for trial in found.trials):
+        best = found.best(op, case)
+        print(f"{op} {case}: " + (f"{best.tile} {best.us:.1f} us" if best and best.us else "no candidate ran"))
+    print("\n".join(f"wrote {path}" for path in paths))
+    return 0
+
+
+def _where(device: "torch.device") -> str:
+    """Device, software and date, as tables and reports state them."""
+    import datetime
+
+    import torch
+
+    from headrace.deploy.commands.version import versions
+
+    found = versions()
+    software = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, {software}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+
+
+def _gpu(args: argparse.Namespace, what: str) -> "torch.device":
+    from headrace.errors import KernelUnsupported
+
+    device = _device(args)
+    if device.type != "cuda":
+        raise KernelUnsupported(f"nothing is measured on a {device.type}: kernels {what} needs a GPU")
+    return device
+
+
 def run_bench(args: argparse.Namespace) -> int:
     from headrace.kernels.bench.cases import all_cases
     from headrace.kernels.bench.run import matching
     from headrace.kernels.bench.run import run as measure
 
-    device = _device(args)
-    if device.type != "cuda":
-        from headrace.errors import KernelUnsupported
-
-        raise KernelUnsupported(f"nothing is measured on a {device.type}: kernels bench needs a GPU")
+    device = _gpu(args, "bench")
     states = ("burst", "hot") if args.hot else ("burst",)
     report = measure(matching(all_cases(), args.only), device, args.backend, states, "headrace kernels bench")
     if args.out is not None:

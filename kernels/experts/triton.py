@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import tuned
 from headrace.kernels.base import KernelContext, Pair
 from headrace.kernels.experts.permute import combine
 from headrace.kernels.experts.reference import ReferenceExperts, ReferenceExpertWeights
@@ -193,6 +194,12 @@ class TritonExperts:
             combine(parts, torch.where(here, pair, -1), out, top)
         return out
 
+    def _tile(self, pairs: int, experts: int, inner: int, device: torch.device) -> Tile:
+        if self._deterministic:
+            return SMALL_TILE.on(device)
+        sizes = {"pairs": pairs, "experts": experts, "inner": inner}
+        return tuned.tile("experts", device, "e4m3", sizes, LARGE_TILE if pairs >= 96 * experts else SMALL_TILE)
+
     def _parts(
         self, x: Tensor, scales: Tensor, ids: Tensor, weights: Tensor, weight: TritonExpertWeights, first_expert: int
     ) -> Tensor:
@@ -200,8 +207,7 @@ class TritonExperts:
         experts, width, inner = weight.down.shape
         ids, weights, x = ids.contiguous(), weights.contiguous(), x.contiguous()
         pairs = ids.numel()
-        large = not self._deterministic and pairs >= 96 * experts
-        tile = (LARGE_TILE if large else SMALL_TILE).on(x.device)
+        tile = self._tile(pairs, experts, inner, x.device)
         plan = plan_tiles(ids.flatten() - first_expert, experts, tile.m)
         tiles, groups = plan.group.shape[0], ceil_div(inner, SCALE_TILE)
         hidden = torch.empty((pairs, inner), dtype=torch.uint8, device=x.device).view(fp8_dtype(x.device))

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import tuned
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import BLOCK_TOKENS, INDEX_DIM, RowFormat
 from headrace.kernels.index_topk.select import GROUP, scratch_bytes, select
@@ -143,7 +144,7 @@ class TritonIndexTopk:
         sequences, blocks = rows.block_tables.shape
         width = blocks * BLOCK_TOKENS
         codes, scaled = quantise_query(q, weights)
-        tile = tile or choose_tile(codes.shape[1], count, sequences, self._deterministic).on(q.device)
+        tile = tile or self._tile(codes.shape[1], count, sequences, q.device)
         for part in plan_passes(rows, width, self._scratch):
             last_row = rows.last_row[part.rows]
             scores = torch.empty((last_row.shape[0], width), dtype=torch.float32, device=q.device)
@@ -151,6 +152,12 @@ class TritonIndexTopk:
             self._score((codes[part.rows], scaled[part.rows]), rows, part, plane, (scores, maxima), k, tile)
             select(scores, maxima, last_row, rows.first_row, k, selection[part.rows])
         return selection
+
+    def _tile(self, heads: int, count: int, sequences: int, device: torch.device) -> Tile:
+        if self._deterministic:
+            return choose_tile(heads, count, sequences, True).on(device)
+        sizes = {"heads": heads, "rows_each": max(count // sequences, 1)}
+        return tuned.tile("index_topk", device, "e4m3", sizes, choose_tile(heads, count, sequences, False))
 
     @staticmethod
     def _score(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import tuned
 from headrace.kernels.base import KernelContext, Pair
 from headrace.kernels.formats import SCALE_TILE
 from headrace.kernels.fp8 import dequantise_weight, readable
@@ -184,9 +185,13 @@ class TritonLinear:
     def __call__(self, x: Tensor, weight: TritonWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         if not weight.quantised:
             return self._float(x.unsqueeze(1), weight.matrix.unsqueeze(0)).squeeze(1)
-        tile = DETERMINISTIC_TILE if self._deterministic else choose_tile(x.shape[0], weight.out_features)
-        tile = tile.on(x.device)
-        return fp8_product(*quantise(x), weight, tile, dtype)
+        return fp8_product(*quantise(x), weight, self._tile(x, weight), dtype)
+
+    def _tile(self, x: Tensor, weight: TritonWeight) -> Tile:
+        if self._deterministic:
+            return DETERMINISTIC_TILE.on(x.device)
+        sizes = {"rows": x.shape[0], "out": weight.out_features, "inner": weight.in_features}
+        return tuned.tile("linear", x.device, "e4m3", sizes, choose_tile(sizes["rows"], sizes["out"]))
 
     def per_head(self, x: Tensor, matrix: Tensor) -> Tensor:
         return self._float(x, matrix.transpose(1, 2))

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import tuned
 from headrace.kernels.base import KernelContext, QueryRows
 from headrace.kernels.formats import LATENT_DIM, RowFormat
-from headrace.kernels.launch import Tile, architecture, ceil_div, fp8_dtype, next_power_of_two
+from headrace.kernels.launch import Tile, ceil_div, fp8_dtype, next_power_of_two
 
 MAX_SPLITS = 16
 WANTED_PROGRAMS = 264
@@ -145,14 +146,9 @@ def merge_kernel(parts_ptr, lse_ptr, out_ptr, heads, SPLITS: tl.constexpr, SP: t
     tl.store(out_ptr + (row * heads + head) * 512 + dim, out)
 
 
-def choose_tile(heads: int, device: torch.device) -> Tile:
-    """Heads by cache rows of one program. 64 by 64 spills hundreds of registers on AMD, tiles of 16 cache rows spill
-    none (docs/results/kernels-aot.md)."""
-    target = architecture(device)
-    if target.startswith("gfx"):
-        if heads <= 16:
-            return Tile(16, 32, warps=4, stages=2) if target == "gfx950" else Tile(16, 16, warps=2, stages=2)
-        return Tile(32, 16, warps=4, stages=1) if heads <= 32 else Tile(64, 16, warps=4, stages=2)
+def choose_tile(heads: int) -> Tile:
+    """Heads by cache rows of one program. On AMD 64 by 64 spills hundreds of registers: its tables have tiles of 16
+    cache rows."""
     if heads <= 16:
         return Tile(16, 64, warps=4, stages=2)
     if heads <= 32:
@@ -188,7 +184,7 @@ class TritonSparseMla:
         if not count:
             return out
         k = selection.shape[1]
-        tile = tile or choose_tile(heads, q.device)
+        tile = tile or tuned.tile("sparse_mla", q.device, fmt.name, {"heads": heads}, choose_tile(heads))
         blocks = ceil_div(heads, tile.m)
         if not splits:
             splits = 1 if self._deterministic else choose_splits(count, blocks, k, tile.n)

@@ -8,6 +8,7 @@ import torch
 
 from headrace.errors import KernelUnsupported
 from headrace.kernels import tuned
+from headrace.kernels.launch import architecture
 from headrace.kernels.tuned import MEASURED, Entry, Table
 
 TABLE = Table(
@@ -72,4 +73,4 @@ def test_every_packaged_table_can_be_read() -> None:
 
 
 def test_a_cpu_has_no_architecture() -> None:
-    assert tuned.arch_name(torch.device("cpu")) == "cpu"
+    assert architecture(torch.device("cpu")) == "cpu"
