@@ -168,5 +168,15 @@ def put(
     return outcomes
 
 
+def put_bytes(client: StoreClient, names: Sequence[BlockName], payload: bytes) -> None:
+    """Write all blocks of a chain with one content. AssertionError if one does not fit."""
+    taken, writes = digest(payload), []
+    for name, slot in zip(names, client.begin_put(blocks_of(names))):
+        assert slot >= 0, f"no room: {slot}"
+        client.slot_view(SlotIndex(slot))[: len(payload)] = payload
+        writes.append((name, SlotIndex(slot), taken))
+    client.commit_put(writes, keep_lease=False)
+
+
 def content(depth: int) -> bytes:
     return bytes([depth % 251]) * LAYOUT.payload_bytes

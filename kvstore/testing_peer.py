@@ -33,20 +33,35 @@ class PeerPair:
         self.timeout_s = timeout_s
         self._token, self._fingerprint = token, fingerprint
         self.owner = LowerFixture(directory / "owner", owner)
+        self._port = 0
         self.directory = directory / "reader"
         self.reader_settings = reader
+        self.core = self._core()
+
+    def _core(self) -> StoreCore:
         facts = NodeFacts(
             node="owner", incarnation=new_incarnation(), fingerprint=FINGERPRINT, lease_s=10.0, arena="",
             slots=self.owner.host.slots, slot_bytes=SLOT_BYTES, payload_bytes=PAYLOAD_BYTES,
         )  # fmt: skip
-        self.core = StoreCore(facts, self.owner.host, lower=self.owner.lower)
+        return StoreCore(facts, self.owner.host, lower=self.owner.lower)
 
-    async def open(self) -> None:
+    async def _serve(self) -> None:
         self.service = PeerOwner(
-            self.core, self.owner.view, listen="127.0.0.1:0", token=TOKEN, timeout_s=self.timeout_s,
+            self.core, self.owner.view, listen=f"127.0.0.1:{self._port}", token=TOKEN, timeout_s=self.timeout_s,
             wrap=lambda pipe: FaultyPipe(pipe, self.plan),
         )  # fmt: skip
         await self.service.start()
+        self._port = self.service.port
+
+    async def restart_owner(self) -> None:
+        """The owner dies and comes back at the same address, with an empty host tier."""
+        await self.service.close()
+        await self.owner.crash()
+        self.core = self._core()
+        await self._serve()
+
+    async def open(self) -> None:
+        await self._serve()
         self.peer = PeerNode(
             "owner",
             f"127.0.0.1:{self.service.port}",
@@ -76,6 +91,15 @@ class PeerPair:
     def _knows(self, count: int) -> bool:
         self.tick()
         return self.peer.values()["peer_known_blocks{peer=owner}"] == count
+
+    async def in_step(self) -> None:
+        """Until the reader has heard all that happened at the owner."""
+        self.tick()
+        incarnation, last = self.core.events.incarnation, self.core.events.last
+        await self.reader.settle_until(lambda: self.peer.heard == (incarnation, last) or self._moved_on(last))
+
+    def _moved_on(self, last: int) -> bool:
+        return self.peer.heard[0] == self.core.events.incarnation and self.peer.heard[1] > last
 
     async def close(self) -> None:
         self.plan.clear()

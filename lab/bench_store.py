@@ -12,7 +12,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,9 @@ from headrace.kvstore.names import NameChain, chain, namespace
 from headrace.kvstore.pool import DevicePool
 from headrace.kvstore.testing import LAYOUT, DaemonFixture, blocks_of
 from headrace.kvstore.transfer import load_slabs, store_slabs
+from headrace.lab.bench_tiers import bench_disk, bench_peer
 from headrace.lab.report.files import to_json, to_text
+from headrace.lab.report.rows import Row, row
 
 GLM = SlabLayout(78, (0, 1, 2, *range(6, 78, 4)), True, "tile656")
 ROOT = namespace(bytes(32), "bench")
@@ -35,14 +36,6 @@ PROMPT_BLOCKS = 2048
 SLABS = 64
 """Slabs of one put or get: about 4,000 tokens."""
 COLUMNS = ("what", "value", "unit", "goal", "yardstick", "ratio")
-Row = dict[str, Any]
-
-
-def row(what: str, value: float, unit: str, goal: str = "", yardstick: str = "", ratio: float | None = None) -> Row:
-    shown = "" if ratio is None else f"{ratio:.2f}"
-    return {
-        "what": what, "value": round(value, 3), "unit": unit, "goal": goal, "yardstick": yardstick, "ratio": shown
-    }  # fmt: skip
 
 
 def medians(rounds: int, *calls: Callable[[], object]) -> list[float]:
@@ -183,7 +176,14 @@ def bench_slabs(rounds: int) -> Iterator[Row]:
     yield row("host put to visible, digest", total / visible, "GB/s", "", "memcpy", plain / visible)
 
 
-SUITES = {"names": bench_names, "calls": bench_calls, "index": bench_index, "slabs": bench_slabs}
+SUITES = {
+    "names": bench_names,
+    "calls": bench_calls,
+    "index": bench_index,
+    "slabs": bench_slabs,
+    "disk": bench_disk,
+    "peer": bench_peer,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

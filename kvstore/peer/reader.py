@@ -76,6 +76,8 @@ class PeerNode:
         self.name = name
         self.totals = PeerTotals()
         self.health = Health(retry_s=settings.retry_s)
+        self.heard = (Incarnation(""), 0)
+        """The owner's run and the newest of its events that is known here."""
         self._address = address
         self._settings = settings
         self._wrap = wrap
@@ -127,21 +129,22 @@ class PeerNode:
     # --- what it has ------------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        incarnation, after, reported = Incarnation(""), 0, ""
+        reported = ""
         while True:
             try:
                 assert self._channel is not None
+                incarnation, after = self.heard
                 request = wire.EventsRequest(incarnation=incarnation, after=after, wait_s=LONG_POLL_S)
                 message = PeerEvents(fingerprint=self._settings.fingerprint, request=request)
                 events: wire.Events = await self._channel.call(EVENTS, message, LONG_POLL_S + ANSWER_S)
                 self._index.apply(self.name, events)
-                incarnation, after, reported = events.incarnation, events.last, ""
+                self.heard, reported = (events.incarnation, events.last), ""
             except HeadraceError as error:
                 if str(error) != reported:
                     log.warning("peer %s: %s", self.name, error)
                     reported = str(error)
                 self._index.forget(self.name)
-                incarnation = Incarnation("")
+                self.heard = (Incarnation(""), 0)
                 await asyncio.sleep(RETRY_S)
 
     # --- fetching ---------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ async def test_a_fetch_that_fails_serves_nothing_wrong_and_leaves_nothing_behind
     await pair.known(4)
     pair.plan.add(leg, fault, times=1)
     assert await pair.reader.bring(names[:4]) < 4
-    await pair.reader.settle()
+    await pair.reader.settle(lambda: pair.peer.idle)
     for name in names[:4]:
         assert pair.reader.read(name) in (None, payload_of(name))
     assert pair.peer.totals.checksum_failures == (fault in (Fault.TORN, Fault.CORRUPT))
@@ -127,7 +127,8 @@ async def test_an_owner_that_stops_sending_costs_the_reader_its_deadline_only(tm
     pair.owner.put(names, 0, 4)
     await pair.known(4)
     pair.plan.add("peer.send", fault, seconds=0.4, times=1)
-    assert await pair.reader.bring(names[:4], 2.0) == 0
+    assert await pair.reader.bring(names[:4]) == 0
+    await pair.reader.settle(lambda: pair.peer.idle)
     assert pair.peer.totals.failures == 1
     assert pair.reader.host.stats()["writing"] == 0
     pair.plan.clear()
@@ -154,6 +155,7 @@ async def test_a_peer_that_fails_again_and_again_is_left_alone_for_a_while(tmp_p
     pair.plan.add("peer.receive", Fault.ERROR, times=3)
     for i in range(3):
         assert await pair.reader.bring(names[i : i + 1]) == 0
+        await pair.reader.settle(lambda: pair.peer.idle)
     assert not pair.peer.health.on
     assert pair.reader.lower.promote(names[4:8], urgent=True).coming == 0
     await pair.reader.settle(lambda: pair.tick() or pair.peer.health.on)
@@ -205,7 +207,7 @@ async def test_a_data_connection_needs_a_ticket_that_is_good_once(tmp_path, name
     noise.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[:28].ljust(28))
     assert await asyncio.to_thread(noise.recv, 10) == b""
     noise.close()
-    assert pair.service.failures == 3
+    await pair.reader.settle_until(lambda: pair.service.failures == 3)
     await pair.close()
 
 
