@@ -282,3 +282,31 @@ class TestIndexTopk:
         assert default_registry().choose("sparse_mla", context).backend == "cuda"
         small = KernelContext(DEVICE, True, {"heads": 8, "index_heads": 4}, "tile656")
         assert default_registry().choose("sparse_mla", small).backend == "triton"
+
+
+def test_selections_are_cut_where_that_ends_sooner() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from headrace.kernels.sparse_mla.cuda import choose_splits
+
+    assert choose_splits(640, 32) == 1  # 5 waves of whole rows
+    assert choose_splits(4096, 32) == 1
+    assert choose_splits(1, 32) == 16
+    assert choose_splits(132, 32) == 1
+    assert choose_splits(3, 1) == 1
+    assert 1 < choose_splits(16, 32) * 16 <= 132
+
+
+def test_forms_and_chunks_of_scores() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from headrace.kernels.index_topk.cuda import FEW, WIDE, chunk_blocks, form_of
+
+    def rows(count: int, sequences: int) -> QueryRows:
+        zeros = torch.zeros(count, dtype=torch.int64)
+        return QueryRows(zeros, zeros, torch.zeros((sequences, 4), dtype=torch.int64))
+
+    assert form_of(rows(640, 128)) == FEW
+    assert form_of(rows(641, 128)) == WIDE
+    assert max(WIDE.shared_bytes, FEW.shared_bytes) <= 227 << 10
+    assert chunk_blocks(1, 10) == 16
+    assert chunk_blocks(513, 2048) == 512
+    assert chunk_blocks(33, 2048) == 64
