@@ -15,7 +15,6 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext, RouterRule
 from headrace.kernels.launch import architecture, ceil_div, next_power_of_two
 
-STEP = 64
 FEW_ROWS = 1024
 
 
@@ -111,20 +110,21 @@ def router_kernel(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RouterTile:
-    """R rows by `wide` experts, channels in `cuts` shares."""
+    """R rows by `wide` experts, channels in `cuts` shares of whole steps."""
 
     rows: int
     wide: int
     cuts: int
     warps: int
     stages: int
+    step: int
 
 
 def choose_tile(rows: int, experts: int, deterministic: bool) -> RouterTile:
     """`experts` a power of two. A row's sum is cut at the same channels whatever the batch if deterministic."""
     if deterministic or rows <= FEW_ROWS:
-        return RouterTile(16, min(64, experts), 16, 4, 3)
-    return RouterTile(64, min(128, experts), 1 if rows >= 4096 else 2, 8, 2)
+        return RouterTile(16, min(64, experts), 16, 4, 3, 64)
+    return RouterTile(64, min(128, experts), 1 if rows >= 4096 else 2, 8, 2, 32)
 
 
 class TritonRouter:
@@ -144,7 +144,7 @@ class TritonRouter:
             return ids, weights
         padded = max(16, next_power_of_two(experts))
         tile = choose_tile(rows, padded, self._deterministic)
-        tiles, cuts = ceil_div(rows, tile.rows), min(tile.cuts, ceil_div(width, STEP))
+        tiles, cuts = ceil_div(rows, tile.rows), min(tile.cuts, ceil_div(width, tile.step))
         if self._parts.numel() < tiles * cuts * tile.rows * padded:
             self._parts = torch.empty(tiles * cuts * tile.rows * padded, dtype=torch.float32, device=x.device)
         if self._arrived.numel() < tiles:
@@ -154,7 +154,7 @@ class TritonRouter:
             x, gate.contiguous(), bias, self._parts, self._arrived, ids, weights, rows, width, experts, rule.groups,
             experts // rule.groups, rule.groups_kept, rule.scaling, x.stride(0), NORMALISE=rule.normalise,
             TOP=rule.top_k, E=padded, GROUPS=max(2, next_power_of_two(rule.groups)) if grouped else 1, R=tile.rows,
-            WIDE=tile.wide, CUTS=cuts, STEP=STEP, PRECISION=precision(x.device), num_warps=tile.warps,
+            WIDE=tile.wide, CUTS=cuts, STEP=tile.step, PRECISION=precision(x.device), num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
         return ids, weights
