@@ -178,6 +178,46 @@ class Router(Protocol):
         ...
 
 
+@dataclasses.dataclass(slots=True)
+class SampleRows:
+    """How the token after each row of logits is drawn; all on the device of the logits."""
+
+    temperature: Tensor
+    """fp64 [R]; 0: greedy"""
+    top_k: Tensor
+    """int64 [R]; 0: off"""
+    top_p: Tensor
+    """fp64 [R] in (0, 1]; 1: off"""
+    min_p: Tensor
+    """fp64 [R]; 0: off"""
+    key: Tensor
+    """int64 [R]: bits of the draw's noise key"""
+
+
+class Sampling(Protocol):
+    """Draws for all rows of a step. A row's token depends on its logits, filters and key alone."""
+
+    def edit(self, logits: Tensor, rows: Tensor, ids: Tensor, amounts: Tensor) -> None:
+        """Add fp32 amounts [n] (penalties, bias, -inf: never) to fp32 logits [R, V] at int64 (row, id) [n], in place.
+        No pair may come twice."""
+        ...
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """fp32 [R, V] -> int64 [R]. Equal maxima: the lowest id."""
+        ...
+
+    def log_probs(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Under the model's own distribution (fp32 [R, V]): fp64 [R] of the tokens, and the `top` best as int64 ids and
+        fp64 [R, top]. Equal ones: lower ids first."""
+        ...
+
+    def accepted(self, tokens: Tensor, drafts: Tensor, first: Tensor) -> Tensor:
+        """Sequences of rows: sequence s has rows first[s] .. first[s + 1] - 1 (int64 [S + 1]); row j of it holds the
+        token drawn after draft j - 1, and drafts [R] the draft it is compared with (-1 in a sequence's last row).
+        -> int64 [S]: how many drafts in a row, from the first, equal their tokens."""
+        ...
+
+
 class Experts(Protocol):
     """The routed experts of one rank."""
 

@@ -27,6 +27,7 @@ OPS_WITH_CASES = (
     "router",
     "experts",
     "quantise",
+    "sampling",
 )
 
 

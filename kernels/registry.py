@@ -34,6 +34,7 @@ OPS = (
     "router",
     "experts",
     "quantise",
+    "sampling",
 )
 TRITON_OPS = (
     "norm",
@@ -46,6 +47,7 @@ TRITON_OPS = (
     "router",
     "experts",
     "quantise",
+    "sampling",
 )
 GLUON_OPS = ("linear", "experts")
 CUDA_OPS = {"index_topk": ("index_heads", 17, 32), "sparse_mla": ("heads", 33, 1024)}
@@ -176,6 +178,7 @@ class KernelSet:
     router: Any
     experts: Any
     quantise: Any
+    sampling: Any
     choices: tuple[Choice, ...]
 
 

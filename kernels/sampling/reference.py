@@ -5,10 +5,12 @@ batch, the draft length, or the device's random generator.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from headrace.kernels.base import KernelContext, SampleRows
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
@@ -91,6 +93,57 @@ def log_probs(logits: Tensor, token: int, top: int) -> tuple[float, list[tuple[i
     best = scores.sort(descending=True, stable=True) if top else None
     pairs = [] if best is None else list(zip(best.indices[:top].tolist(), best.values[:top].tolist()))
     return float(scores[token]), pairs
+
+
+class ReferenceSampling:
+    """The functions above for rows of a step; one row at a time where they are defined so."""
+
+    def __init__(self, context: KernelContext) -> None:
+        pass
+
+    def edit(self, logits: Tensor, rows: Tensor, ids: Tensor, amounts: Tensor) -> None:
+        logits[rows, ids] += amounts
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+        filters = [Filters(*values) for values in zip(*(column.tolist() for column in columns))]
+        keys = [key & _MASK64 for key in rows.key.tolist()]
+        tokens = [sample(*each) for each in zip(logits, filters, keys)]
+        return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+    def log_probs(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+        scores = torch.log_softmax(logits.double(), -1)
+        best = scores.sort(dim=-1, descending=True, stable=True)
+        return scores.gather(1, tokens[:, None]).squeeze(1), best.indices[:, :top], best.values[:, :top]
+
+    def accepted(self, tokens: Tensor, drafts: Tensor, first: Tensor) -> Tensor:
+        """A row counts if no row of its sequence up to it differs."""
+        wrong = (tokens != drafts).to(torch.int64)
+        before = torch.nn.functional.pad(wrong.cumsum(0), (1, 0))
+        counts = first.diff()
+        base = before[first[:-1]].repeat_interleave(counts)
+        sequence = torch.arange(len(counts), device=tokens.device).repeat_interleave(counts)
+        return torch.zeros_like(counts).scatter_add_(0, sequence, (before[1:] == base).to(torch.int64))
+
+
+def sample_rows(filters: Sequence[Filters], keys: Sequence[int], device: torch.device | str = "cpu") -> SampleRows:
+    """Rows' filters and noise keys (`noise_key`) as tensors."""
+    signed = [key - (1 << 64) if key >> 63 else key for key in keys]
+
+    def column(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype).to(device)
+
+    return SampleRows(
+        column((f.temperature for f in filters), torch.float64),
+        column((f.top_k for f in filters), torch.int64),
+        column((f.top_p for f in filters), torch.float64),
+        column((f.min_p for f in filters), torch.float64),
+        column(signed, torch.int64),
+    )
+
+
+def create(context: KernelContext) -> ReferenceSampling:
+    return ReferenceSampling(context)
 
 
 def _hash32(ids: Tensor, first: int, second: int) -> Tensor:

@@ -41,6 +41,7 @@ class ModelConfig:
             "router",
             "experts",
             "quantise",
+            "sampling",
         ),
     )
 
