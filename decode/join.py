@@ -31,9 +31,17 @@ Block = tuple[int, BlockName, BlockName | None, int]
 class Mover(Protocol):
     """Copies between the pool and slots of the host tier. `StoreMover` (mover.py) is the product's."""
 
-    def restore(self, device_slot: int, source: Leased) -> None:
-        """Copy one leased block. Raises DigestMismatch: then the slot's bytes must not be used, and the block has been
-        dropped from the store."""
+    def fence(self) -> object:
+        """What has been queued on the device so far by the calling thread; the loop takes it when it gives a job."""
+        ...
+
+    def follow(self, fence: object) -> None:
+        """The copies of the next calls start after what `fence` stands for, and wait for nothing queued later."""
+        ...
+
+    def restore(self, device_slots: Seq[int], sources: Seq[Leased]) -> None:
+        """Copy leased blocks. Raises DigestMismatch: then none of the slots' bytes must be used, and the block that is
+        not what was written has been dropped from the store."""
         ...
 
     def publish(self, blocks: Seq[Block]) -> tuple[int, int]:
@@ -58,12 +66,13 @@ class JoinJob:
     leased: bool = False
     copied: bool = False
     cancelled: bool = False
-    """Set by the loop; the worker stops before the next block."""
+    """Set by the loop; the worker stops before the next RESTORE_BLOCKS blocks."""
     error: HeadraceError | None = None
     tiers: list[str] = dataclasses.field(default_factory=list)
     leases: list[Leased] = dataclasses.field(default_factory=list)
     parked: ParkedBlocks | None = None
     """Pins that end with this job: those of a sequence that returns from the host tier."""
+    fence: object = None
     holder: Incarnation | None = None
     """Under which the client took the leases: they ended, and their slots mean nothing, once it has another one."""
 
@@ -79,6 +88,7 @@ class PublishJob:
     blocks: list[Block]
     published: int = 0
     skipped: int = 0
+    fence: object = None
 
     @property
     def slots(self) -> list[int]:
@@ -95,6 +105,7 @@ class ParkJob:
     cancelled: bool = False
     """Set by the loop: its request ends when the job comes back."""
     error: HeadraceError | None = None
+    fence: object = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,6 +121,8 @@ class Reconnected:
 
 Job = JoinJob | ParkJob | PublishJob | AnnounceJob
 RECONNECT_S = 0.5
+RESTORE_BLOCKS = 32
+"""Blocks of one call to the copy engines."""
 
 
 class StoreWorker:
@@ -175,6 +188,8 @@ class StoreWorker:
                 job = self._others.popleft()
             else:
                 return False
+        if not isinstance(job, AnnounceJob):
+            self._mover.follow(job.fence)
         if isinstance(job, JoinJob):
             self._run_join(job)
             if job.sources:
@@ -190,6 +205,8 @@ class StoreWorker:
         return True
 
     def _put(self, queue: deque, job: Job) -> None:
+        if not isinstance(job, AnnounceJob):
+            job.fence = self._mover.fence()
         with self._changed:
             queue.append(job)
             self._changed.notify_all()
@@ -272,10 +289,11 @@ class StoreWorker:
     def _copy(self, job: JoinJob) -> None:
         if job.holder != self._client.incarnation:
             raise LeaseExpired(f"the node daemon was lost after {len(job.sources)} blocks were leased")
-        for slot, lease in zip(job.slots, job.leases):
+        for start in range(0, len(job.slots), RESTORE_BLOCKS):
             if job.cancelled:
                 break
-            self._mover.restore(slot, lease)
+            part = slice(start, start + RESTORE_BLOCKS)
+            self._mover.restore(job.slots[part], job.leases[part])
         if not job.cancelled and not self._client.lease_valid():
             raise LeaseExpired(f"the lease of {len(job.sources)} blocks ended while they were copied")
         job.copied = not job.cancelled

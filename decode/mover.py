@@ -9,7 +9,7 @@ from headrace.ids import BlockName
 from headrace.kvstore.base import Leased, PutOutcome, StoreClient
 from headrace.kvstore.names import private_name
 from headrace.kvstore.pool import DevicePool
-from headrace.kvstore.transfer import digest, load_slab, store_slab
+from headrace.kvstore.transfer import digest, load_slabs, side_stream_for, store_slab
 
 
 class StoreMover:
@@ -21,13 +21,26 @@ class StoreMover:
         self._client = client
         self._verify_share = verify_share
         self._dice = random.Random()
+        # On the steps' own stream every copy would first wait for the step that runs.
+        self._side = side_stream_for(pool)
+        self._fence: object = None
 
-    def restore(self, device_slot: int, source: Leased) -> None:
-        view = self._client.slot_view(source.slot)[: self._pool.layout.payload_bytes]
-        if self._dice.random() < self._verify_share and digest(view) != source.digest:
-            self._client.drop([source.name], corrupt=True)
-            raise DigestMismatch(f"block {source.name.hex()[:16]} in host slot {source.slot} is not what was written")
-        load_slab(self._pool, device_slot, view)
+    def fence(self) -> object:
+        return self._side.fence()
+
+    def follow(self, fence: object) -> None:
+        self._fence = fence
+
+    def restore(self, device_slots: Seq[int], sources: Seq[Leased]) -> None:
+        views = [self._client.slot_view(source.slot)[: self._pool.layout.payload_bytes] for source in sources]
+        for source, view in zip(sources, views):
+            if self._dice.random() < self._verify_share and digest(view) != source.digest:
+                self._client.drop([source.name], corrupt=True)
+                raise DigestMismatch(
+                    f"block {source.name.hex()[:16]} in host slot {source.slot} is not what was written"
+                )
+        with self._side.after(self._fence):
+            load_slabs(self._pool, device_slots, views)
 
     def publish(self, blocks: Seq[Block]) -> tuple[int, int]:
         outcomes = self._write(blocks, keep_lease=False)
@@ -67,7 +80,8 @@ class StoreMover:
             for (device_slot, name, _parent, _depth), host_slot in zip(blocks, outcomes):
                 if host_slot >= 0:
                     view = self._client.slot_view(host_slot)  # type: ignore[arg-type]
-                    store_slab(self._pool, device_slot, view)
+                    with self._side.after(self._fence):
+                        store_slab(self._pool, device_slot, view)
                     writes.append((name, host_slot, digest(view[: self._pool.layout.payload_bytes])))
         except Exception:
             self._client.abort_put([(b[1], slot) for b, slot in zip(blocks, outcomes) if slot >= 0])  # type: ignore[misc]

@@ -4,12 +4,12 @@ names, leases or tiers: `mover.py` adds those."""
 from collections.abc import Sequence
 
 from headrace.kvstore.checksum import digest
-from headrace.kvstore.copiers import copier_for
+from headrace.kvstore.copiers import copier_for, side_stream_for
 from headrace.kvstore.copiers.ahead import Loaded, Loading
 from headrace.kvstore.legs import legs
 from headrace.kvstore.pool import DevicePool
 
-__all__ = ["begin_load", "digest", "load_slab", "load_slabs", "store_slab", "store_slabs"]
+__all__ = ["begin_load", "digest", "load_slab", "load_slabs", "side_stream_for", "store_slab", "store_slabs"]
 
 
 def load_slabs(pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview]) -> None:

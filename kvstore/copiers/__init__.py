@@ -1,6 +1,7 @@
 """Who moves bytes between a device pool and slabs, one file per device type."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -22,6 +23,19 @@ class Copier(Protocol):
     def begin_load(self, pool: DevicePool, slots: Sequence[int], views: Sequence[memoryview], groups: int) -> Loading:
         """As `load`, but it may return before the bytes are there; they come in `groups` groups of layers, in the order
         of a forward pass. The views stay leased and the slots private until `finish`."""
+        ...
+
+
+class SideStream(Protocol):
+    """For copies beside a loop that keeps the device busy: a thread of its own copies after what the loop had queued
+    when it asked, not after what it queued since."""
+
+    def fence(self) -> object:
+        """This moment on the calling thread's stream."""
+        ...
+
+    def after(self, fence: object) -> AbstractContextManager[None]:
+        """Copies inside wait for `fence` alone. None: for nothing."""
         ...
 
 
@@ -59,3 +73,14 @@ def map_watcher_for(device: torch.device | str) -> MapWatcher | None:
     from headrace.kvstore.copiers.pinning import Pinning
 
     return Pinning()
+
+
+def side_stream_for(pool: DevicePool) -> SideStream:
+    """One a thread."""
+    if pool.device.type == "cpu":
+        from headrace.kvstore.copiers.cpu import NoSideStream
+
+        return NoSideStream()
+    from headrace.kvstore.copiers.cuda import CudaSideStream
+
+    return CudaSideStream(pool.latent.device)

@@ -4,7 +4,8 @@ pinned (`pinning`); pageable memory works and is slow.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -84,6 +85,24 @@ class CudaCopier:
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[key]
+
+
+class CudaSideStream:
+    """A stream that copies take for their caller's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fence(self) -> object:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    @contextmanager
+    def after(self, fence: object) -> Iterator[None]:
+        if isinstance(fence, torch.cuda.Event):
+            self._stream.wait_event(fence)
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 class _CudaLoading:

@@ -8,7 +8,15 @@ import torch
 from headrace.kernels.formats import FORMATS
 from headrace.kvstore.layout import SlabLayout
 from headrace.kvstore.pool import DevicePool
-from headrace.kvstore.transfer import begin_load, digest, load_slab, load_slabs, store_slab, store_slabs
+from headrace.kvstore.transfer import (
+    begin_load,
+    digest,
+    load_slab,
+    load_slabs,
+    side_stream_for,
+    store_slab,
+    store_slabs,
+)
 
 LAYOUTS = [SlabLayout(3, (0, 2), mtp, fmt) for mtp in (True, False) for fmt in sorted(FORMATS)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -148,3 +156,25 @@ def test_a_load_in_groups_of_layers_gives_each_plane_when_it_is_asked_for(layout
 def test_a_load_of_nothing_is_finished():
     pool = DevicePool(LAYOUTS[0], 2, "cpu")
     assert begin_load(pool, [], [], 4).finish() == 0.0
+
+
+@pytest.mark.gpu
+def test_a_side_stream_waits_for_its_fence_and_for_nothing_later():
+    layout = LAYOUTS[0]
+    pool, view = DevicePool(layout, 2, "cuda"), slab(layout)
+    side = side_stream_for(pool)
+    big = torch.randn((8192, 8192), device="cuda")
+    torch.cuda.synchronize()
+    big @ big
+    pool.latent[:, 0] = 9
+    pool.index[:, 0] = 9
+    fence = side.fence()
+    for _ in range(40):
+        big @ big
+    busy = torch.cuda.current_stream().record_event()
+    with side.after(fence):
+        store_slab(pool, 0, view)
+        load_slab(pool, 1, view)
+    assert not busy.query(), "the copies waited for what was queued after their fence"
+    assert bytes(view[: layout.payload_bytes]) == bytes([9]) * layout.payload_bytes
+    assert int(pool.latent[:, 1].min()) == 9

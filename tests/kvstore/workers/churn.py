@@ -13,12 +13,14 @@ from headrace.errors import DaemonUnavailable, LeaseExpired, StoreError
 from headrace.ids import new_incarnation
 from headrace.kvstore.checksum import digest
 from headrace.kvstore.client import NodeClient
-from headrace.kvstore.names import chain, namespace
+from headrace.kvstore.names import chain, namespace, tenant_id
 from headrace.kvstore.testing import FINGERPRINT, LAYOUT
 from headrace.messages import Hello
 
 SIZE = LAYOUT.payload_bytes
-CHAINS = [chain(namespace(FINGERPRINT, f"tenant {i}"), range(64 * 6)) for i in range(4)]
+ROOTS = [namespace(FINGERPRINT, f"tenant {i}") for i in range(4)]
+CHAINS = [chain(root, range(64 * 6)) for root in ROOTS]
+TENANT = {names[0]: tenant_id(root) for root, names in zip(ROOTS, CHAINS)}
 
 
 def content(name):
@@ -29,7 +31,7 @@ def put(client, names, dice):
     start = dice.randrange(len(names))
     blocks = [(names[i], names[i - 1] if i else None, i) for i in range(start, len(names))]
     writes = []
-    for (name, _, _), slot in zip(blocks, client.begin_put(blocks)):
+    for (name, _, _), slot in zip(blocks, client.begin_put(blocks, TENANT[names[0]])):
         if slot >= 0:
             view = client.slot_view(slot)
             data = content(name)
