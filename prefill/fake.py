@@ -35,6 +35,8 @@ class MemoryStore:
         self._connected = True
         self.announced: set[BlockName] = set()
         self.ready: dict[BlockName, tuple[SlotIndex, bytes]] = {}
+        self.tenants: dict[BlockName, bytes] = {}
+        """For whom each block was asked to be written."""
         self.leases: dict[BlockName, int] = {}
         self.writing: dict[BlockName, SlotIndex] = {}
         self.below: dict[BlockName, bytes] = {}
@@ -94,6 +96,7 @@ class MemoryStore:
 
     def begin_put(self, blocks: Sequence[tuple[BlockName, BlockName | None, int]], tenant: bytes = b"") -> list[int]:
         self._call()
+        self.tenants.update({name: tenant for name, _, _ in blocks})
         return [self._begin(name) for name, _, _ in blocks]
 
     def commit_put(self, writes: Sequence[tuple[BlockName, SlotIndex, bytes]], *, keep_lease: bool) -> None:

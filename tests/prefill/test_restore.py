@@ -240,3 +240,12 @@ def test_prompts_that_restore_and_prompts_that_compute_share_steps(model):
         assert answer.first_token == expected.first_token
         assert house.slabs(tokens, answer) == expected.slabs
         house.close(answer)
+
+
+def test_blocks_are_written_for_the_tenant_of_their_request(model):
+    house = PrefillHouse()
+    tokens = random_prompt(64 * 2 + 5, 31)
+    answer = house.run(tokens, tenant=b"tenant-8")
+    assert set(house.store.tenants.values()) == {b"tenant-8"}
+    assert len(house.store.tenants) == 3
+    house.close(answer)

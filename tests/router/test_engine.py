@@ -35,6 +35,8 @@ async def test_a_missed_block_goes_back_through_prefill_with_what_was_sent() -> 
         assert response.json()["usage"]["completion_tokens"] == 40
         prompts = [r for r in stack.prefill[0].seen if isinstance(r, PrefillRequest)]
         assert [r.output_index for r in prompts] == list(range(len(prompts)))
+        assert {len(r.tenant) for r in prompts} == {8}, "the store counts blocks for a tenant"
+        assert len({r.tenant for r in prompts}) == 1
         assert len(prompts) > 1
         await stack.idle()
 
