@@ -161,7 +161,8 @@ def _boxes_registry(boxes: Iterable[BoxStatus], down: Iterable[str]) -> Collecto
 
     def add(name: str, labels: dict[str, str], value: float) -> None:
         full = f"headrace_box_{name}"
-        family = families.setdefault(full, Metric(full, f"{name}, as the box reports it", "gauge"))
+        kind = "counter" if name.endswith("_total") else "gauge"
+        family = families.setdefault(full, Metric(full.removesuffix("_total"), f"{name}, as the box reports it", kind))
         family.add_sample(full, labels, value)
 
     for name in down:

@@ -21,6 +21,7 @@ async def test_metrics_count_what_happened() -> None:
         assert float(values['headrace_box_up{box="prefill-0"}']) == 1
         assert float(values['headrace_box_device_blocks{box="decode-0.1"}']) == 1024
         assert 'headrace_box_cached_tokens_total{box="prefill-0",tier="host"}' in values
+        assert "# TYPE headrace_box_cached_tokens_total counter" in text
         await stack.decode[0].stop()
         text = (await client.get("/metrics")).text
         assert 'headrace_box_up{box="decode-0.0"} 0.0' in text
