@@ -42,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--hot", action="store_true", help="measure after 1.2 s of each kernel too")
     sub.add_argument("--out", type=Path, metavar="FILE", help="write everything there as JSON")
 
+    sub = command("accept", "on AMD hardware: check, measure, tune and pack a report to send back", run_accept)
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="where everything goes")
+    sub.add_argument("--tiny", action="store_true", help="small problems, to try the procedure itself")
+    sub.add_argument("--interpret", action="store_true", help="on a CPU: run Triton's kernels in its interpreter")
+    steps = ("list", "check", "bench", "tune", "aiter-tables")
+    sub.add_argument("--skip", nargs="*", default=[], choices=steps, metavar="STEP", help=", ".join(steps))
+    sub.add_argument("--tuner-limit", type=float, default=3.0, metavar="HOURS", help="for each of aiter's tuners")
+
 
 def run(args: argparse.Namespace) -> int:
     code: int = args.kernels_run(args)
@@ -134,6 +142,24 @@ def run_compile(args: argparse.Namespace) -> int:
         for result, why in wrong:
             print(f"FAULT {result.kernel} {result.target} ({result.case}): {why}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def run_accept(args: argparse.Namespace) -> int:
+    device = _device(args)
+    if args.interpret:
+        _install_interpreter(device)
+    elif device.type != "cuda":
+        _gpu(args, "accept")
+    from headrace.kernels.accept import Options, accept
+
+    options = Options(args.tiny, args.interpret, tuple(args.skip), 3600 * args.tuner_limit)
+    say = (lambda text: print(text, file=sys.stderr)) if args.json else print
+    found = accept(device, args.out, options, _where(device), say)
+    if args.json:
+        print((args.out / "report.json").read_text())
+    else:
+        print(f"{'passed' if found.passed else 'NOT passed'}: {args.out / 'report.md'}, {args.out}.tar.gz")
+    return 0 if found.passed else 1
 
 
 def run_tune(args: argparse.Namespace) -> int:
