@@ -19,7 +19,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from headrace.kvstore.disk.base import Record, SlabFile
 from headrace.kvstore.peer.stream import Pipe
@@ -199,3 +200,28 @@ class FaultyPipe:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class FaultyCopier:
+    """Copies between a pool and slabs that fail as the plan says, in place of `copiers.copier_for(pool)`. A copy that
+    fails half-way has moved the first half of its blocks."""
+
+    def __init__(self, inner: Any, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    def load(self, pool: Any, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+        self._copy("device.load", self._inner.load, pool, slots, views)
+
+    def store(self, pool: Any, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+        self._copy("device.store", self._inner.store, pool, slots, views)
+
+    def _copy(
+        self, leg: str, copy: Callable[..., None], pool: Any, slots: Sequence[int], views: Sequence[memoryview]
+    ) -> None:
+        fault = self._plan.strike(leg)
+        if fault is Fault.SHORT:
+            half = len(slots) // 2
+            copy(pool, slots[:half], views[:half])
+            raise OSError(errno.EIO, f"{leg}: injected short copy")
+        copy(pool, slots, views)

@@ -171,6 +171,17 @@ class MemoryStore:
             raise DaemonUnavailable("the fake daemon of this connection is gone")
 
 
+class FollowerStore(MemoryStore):
+    """The store of a rank that is no leader: it may look at slots and nothing else. One place decides for a group."""
+
+    def match(self, names: Sequence[BlockName]) -> int:
+        self._call()
+        return 0
+
+    def _call(self) -> None:
+        raise AssertionError("a follower asked the store for a decision; only the leader does that")
+
+
 class FakeRunner:
     """Token 7 for every prompt. `bad` names are reported as corrupt once."""
 

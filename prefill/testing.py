@@ -31,7 +31,7 @@ from headrace.model.testing import tiny_model, tiny_spec
 from headrace.model.transformer import Transformer
 from headrace.prefill.exchange import AloneExchange
 from headrace.prefill.executor import Executor
-from headrace.prefill.fake import ROOT, MemoryStore
+from headrace.prefill.fake import ROOT, FollowerStore, MemoryStore
 from headrace.prefill.group import PrefillGroup
 from headrace.prefill.rank import PrefillRank, Seat
 from headrace.prefill.scheduler import Limits, Scheduler
@@ -177,7 +177,8 @@ def tiny_rank(seat: Seat, memory: mmap.mmap, host_blocks: int, overrides: Sequen
     torch.set_num_threads(1)
     spec = tiny_spec()
     layout = spec.slab_layout("tile656")
-    store = MemoryStore(host_blocks, layout.slot_bytes, memory)
+    kind = FollowerStore if seat.rank else MemoryStore
+    store = kind(host_blocks, layout.slot_bytes, memory)
     # No checkpoint of this name: the tiny model has no tokenizer, so no grammars.
     settings = ["model.path=tiny", f"store.host_bytes={host_blocks * layout.slot_bytes}", "store.verify_share=1.0"]
     model = tiny_model(spec, ep_rank=seat.rank, ep_size=seat.world)
