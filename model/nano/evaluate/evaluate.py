@@ -113,16 +113,17 @@ class Evaluation:
         s, reader = self.size, self.reader
         pieces = even_windows(self.tokens, s.prompts, s.prompt + s.answer).tolist()
         prompts = [piece[: s.prompt] for piece in pieces]
-        greedy = measures.answers(reader, prompts, s.answer, 0.0)
         texts = {
-            "greedy": greedy,
+            "greedy": measures.answers(reader, prompts, s.answer, 0.0),
             "temperature_0.7": measures.answers(reader, prompts, s.answer, 0.7),
             "temperature_1_top_p_0.95": measures.answers(reader, prompts, s.answer, 1.0, 0.95),
             "temperature_1": measures.answers(reader, prompts, s.answer, 1.0),
             "held_out_text": pieces,
         }
         found = {name: asdict(measures.acceptance(reader, text, s.prompt)) for name, text in texts.items()}
-        found["greedy_without_loops"] = asdict(measures.acceptance(reader, greedy, s.prompt, without_loops=True))
+        for name in ("greedy", "temperature_0.7"):
+            fresh = measures.acceptance(reader, texts[name], s.prompt, without_loops=True)
+            found[f"{name}_without_loops"] = asdict(fresh)
         return found
 
     def long_context(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
             verb.add_argument("--budget-s", type=float, default=835.0, help="time; phases are shares of it")
         if name == "make":
             verb.add_argument("--first-s", type=float, default=835.0)
-            verb.add_argument("--second-s", type=float, default=400.0)
+            verb.add_argument("--second-s", type=float, default=450.0, help="some 100 s of it compile")
     return parser
 
 

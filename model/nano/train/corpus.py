@@ -23,6 +23,7 @@ SKIPPED_FOLDERS = {
     "_vendored",
     "externals",
     "third_party",
+    "thirdparty_files",
     "node_modules",
     "site-packages",
     "dist-packages",

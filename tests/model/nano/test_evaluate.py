@@ -239,8 +239,8 @@ def test_the_command_measures_everything(monkeypatch, capsys):
     assert 0 < found["loss"]["bits_a_byte"] < found["baseline"]["bits_a_byte"]
     assert found["baseline"]["trained_on"] == "a test"
     assert set(found["accepted"]) == {
-        "greedy", "greedy_without_loops", "temperature_0.7", "temperature_1", "temperature_1_top_p_0.95",
-        "held_out_text",
+        "greedy", "greedy_without_loops", "temperature_0.7", "temperature_0.7_without_loops", "temperature_1",
+        "temperature_1_top_p_0.95", "held_out_text",
     }  # fmt: skip
     assert found["recall"]["indexer_layers"] == [0, 1, 4, 6]
     assert [len(row) for row in found["recall"]["by_layer"].values()] == [7, 0, 0]
