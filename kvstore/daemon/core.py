@@ -2,6 +2,7 @@
 messages, the fake client (`kvstore/fake.py`) calls it directly. Single-threaded.
 """
 
+import asyncio
 import dataclasses
 import heapq
 import logging
@@ -249,10 +250,15 @@ class StoreCore:
         came = self.lower.leased(names)
         if session.role != Role.DECODE:
             # A decode rank fetches what a prefill has just used.
-            self.lower.used(names)
+            self._used(names)
         if not came:
             return b""
         return bytes(wire.TIERS.index(came.get(r.name, Tier.HOST) if r else Tier.HOST) for r in leased)
+
+    def _used(self, names: list[BlockName]) -> None:
+        """Tell the lower tiers once the reply is on its way: a long prompt takes them a millisecond."""
+        assert self.lower is not None
+        asyncio.get_running_loop().call_soon(self.lower.used, names)
 
     def _promote(self, session: Session, request: wire.Promote) -> wire.ComingReply:
         names = wire.unpack_names(request.names)
@@ -290,7 +296,7 @@ class StoreCore:
             first = next((r for r in self.tier.find(names[:1]) if r is not None), None)
             self._journal.put(session.name, session.role, first.meta.parent if first else None, names)
         if self.lower is not None:
-            self.lower.used(names)
+            self._used(names)
         return wire.Done()
 
     def _abort_put(self, session: Session, request: wire.AbortPut) -> wire.Done:

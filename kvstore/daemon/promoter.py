@@ -88,10 +88,10 @@ class Promoter:
         """Begin to bring up what lower tiers have after the leading run of `names` that is readable already.
         `here_only`: for another node, which must not make this one ask others in turn."""
         sources = [source for source in self._sources if source.here or not here_only]
-        ready = next((i for i, name in enumerate(names) if self._host.find([name])[0] is None), len(names))
-        at = ready
+        found = self._host.find(names)
+        at = ready = found.index(None) if None in found else len(found)
         while at < len(names):
-            if names[at] in self._active or self._host.find([names[at]])[0] is not None:
+            if names[at] in self._active or found[at] is not None:
                 at += 1
                 continue
             started = 0 if names[at] in self._refused else self._start(sources, names[at:], lane)
