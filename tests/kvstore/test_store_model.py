@@ -75,10 +75,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(names=chains, then=then)
     def use(self, names, then):
         """A request that hits what is in the host tier."""
-        held = [name for name in names if self.node.lease(name) is not None]
+        held = [name for name in names if self.take(name)]
         self.node.lower.used(held)
         for name in held:
-            self.node.release(name)
+            self.give_back(name)
         self.go_on(then)
 
     @rule(names=chains, blocks=st.integers(1, 5), pressure=st.booleans(), then=then)
@@ -98,13 +98,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.node.lower.promote(wanted, urgent=True)
         self.go_on(None)
         hit = 0
-        while hit < blocks and self.node.lease(wanted[hit]) is not None:
+        while hit < blocks and self.take(wanted[hit]):
             hit += 1
         self.node.lower.used(wanted[:hit])
         self.write(names, hit, blocks)
         self.go_on(then)
         for name in wanted[:hit]:
-            self.node.release(name)
+            self.give_back(name)
 
     @rule()
     def put_private(self):
@@ -126,15 +126,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=names_of_any)
     def lease(self, name):
+        self.take(name)
+
+    def take(self, name):
         found = self.node.lease(name)
         if found is not None:
             self.leases.append((name, found.slot))
+        return found is not None
+
+    def give_back(self, name):
+        """Ends the oldest lease of this name: another one may be of a block that was dropped and written again."""
+        self.node.release(name)
+        self.leases.remove(next(lease for lease in self.leases if lease[0] == name))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data):
-        name, _ = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        self.node.release(name)
+        self.give_back(data.draw(st.sampled_from([name for name, _ in self.leases])))
 
     def client_dies(self):
         self.node.host.detach(self.node.owner, lambda: False)
