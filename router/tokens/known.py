@@ -98,7 +98,7 @@ class KnownTexts:
     def encode(self, tenant: bytes, text: str) -> tuple["array.array[int]", Entry | None]:
         """Ids of `text`, and the entry to `extend` with the answer (None: it is not kept). Raises InputError for text
         that is not valid Unicode."""
-        base = self._longest(tenant, text) if self._limit else None
+        base, state = self._longest(tenant, text) if self._limit else (None, None)
         if base is None:
             ids = array.array("I", self._tokenizer.encode(text))
             return ids, self._add(tenant, text, None, text, ids)
@@ -106,7 +106,7 @@ class KnownTexts:
             return base.whole(), base
         rest = text[base.length :]
         added = array.array("I", self._tokenizer.encode(rest))
-        return base.whole() + added, self._add(tenant, text, base, rest, added)
+        return base.whole() + added, self._add(tenant, text, base, rest, added, state)
 
     def extend(self, base: Entry, text: str, rest_ids: Sequence[int]) -> Entry | None:
         """Remember `text`, which begins with the text of `base` and goes on with what `rest_ids` spell. None: it is not
@@ -114,23 +114,38 @@ class KnownTexts:
         keeps its ids."""
         return self._add(base.tenant, text, base, text[base.length :], rest_ids)
 
-    def _longest(self, tenant: bytes, text: str) -> Entry | None:
+    def _longest(self, tenant: bytes, text: str) -> "tuple[Entry | None, hashlib._Hash | None]":
+        """The longest known start of `text`, and the digest's state after it."""
         with self._lock:
             lengths = list(self._lengths.get(tenant, ()))
         places = sorted(n for n in lengths if n <= len(text) and self._tokenizer.is_border(text, n))
-        keys = _digests(tenant, text, places)
+        states = _states(tenant, text, places)
         with self._lock:
-            for key in reversed(keys):
-                entry = self._entries.get(key)
+            for state in reversed(states):
+                entry = self._entries.get(state.digest())
                 if entry is not None:
                     self._use(entry)
-                    return entry
-        return None
+                    return entry, state
+        return None, None
 
-    def _add(self, tenant: bytes, text: str, base: Entry | None, rest: str, ids: Sequence[int]) -> Entry | None:
+    def _add(
+        self,
+        tenant: bytes,
+        text: str,
+        base: Entry | None,
+        rest: str,
+        ids: Sequence[int],
+        state: "hashlib._Hash | None" = None,
+    ) -> Entry | None:
+        """`state`: of the digest after what comes before `rest`, if it is known."""
         if not ids or self._tokenizer.decode(ids, skip_special=False) != rest:
             return None
-        entry = Entry(tenant, _digests(tenant, text, [len(text)])[0], len(text), ids, base)
+        if state is None:
+            state = _states(tenant, text, [len(text)])[0]
+        else:
+            state = state.copy()
+            state.update(rest.encode("utf-8", "surrogatepass"))
+        entry = Entry(tenant, state.digest(), len(text), ids, base)
         if entry.size * LARGEST_SHARE > self._limit:
             return None
         with self._lock:
@@ -162,13 +177,13 @@ class KnownTexts:
             del self._lengths[entry.tenant]
 
 
-def _digests(tenant: bytes, text: str, places: Sequence[int]) -> list[bytes]:
-    """Digest of the text before each of `places` (ascending)."""
+def _states(tenant: bytes, text: str, places: Sequence[int]) -> "list[hashlib._Hash]":
+    """State of the digest of the text before each of `places` (ascending)."""
     state = hashlib.sha256(len(tenant).to_bytes(4, "little") + tenant)
     found, at = [], 0
     for place in places:
         state.update(text[at:place].encode("utf-8", "surrogatepass"))
-        found.append(state.copy().digest())
+        found.append(state.copy())
         at = place
     return found
 
