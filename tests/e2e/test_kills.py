@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -41,10 +42,10 @@ def wait_all_back(service, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def stream_and_kill(service, prompt: list[int], box: str, max_tokens: int) -> list[int]:
+def stream_and_kill(service, prompt: list[int], box: str, max_tokens: int, **fields) -> list[int]:
     """The token ids of a stream during which `box` is killed, once a few tokens are out."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    body["return_token_ids"] = True
+    body |= {"return_token_ids": True, **fields}
     ids: list[int] = []
     killed = False
     with (
@@ -87,6 +88,51 @@ def test_a_stream_goes_on_when_a_box_behind_it_dies(victim, complete, code_token
     assert stream_and_kill(victim, code_tokens[:300], box, 80) == expected
     wait_all_back(victim)
     assert complete(victim.url, code_tokens[:300], max_tokens=80)[0] == expected
+
+
+def test_an_answer_with_a_form_and_penalties_goes_on_in_its_form(victim, complete, code_tokens) -> None:
+    fields = {"guided_regex": "([a-f]{4}-){16}[a-f]{4}", "frequency_penalty": 0.5, "temperature": 1, "seed": 11}
+    expected, _ = complete(victim.url, code_tokens[:300], max_tokens=200, **fields)
+    assert stream_and_kill(victim, code_tokens[:300], "decode-0.0", 200, **fields) == expected
+    wait_all_back(victim)
+
+
+def test_a_router_that_dies_under_load_fails_only_what_was_in_its_sockets(victim, complete, code_tokens) -> None:
+    prompt = code_tokens[:320]
+    expected, usage = complete(victim.url, prompt)
+    _, usage = complete(victim.url, prompt)
+    hits = usage["prompt_tokens_details"]["cached_tokens"]
+    assert hits >= 256
+    over, broken, statuses = threading.Event(), [], []
+
+    def client() -> None:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        while not over.is_set():
+            try:
+                answer = httpx.post(f"{victim.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+                statuses.append(answer.status_code)
+            except httpx.TransportError as error:
+                broken.append(error)
+                time.sleep(0.05)
+
+    clients = [threading.Thread(target=client) for _ in range(3)]
+    for one in clients:
+        one.start()
+    time.sleep(1.0)
+    kill(victim, "router")
+    wait_all_back(victim)
+    back = time.monotonic()
+    while True:
+        answer, usage = complete(victim.url, prompt)
+        assert answer == expected
+        if usage["prompt_tokens_details"]["cached_tokens"] == hits:
+            break
+        assert time.monotonic() - back < 5.0, "the new router does not know what the old one knew"
+    over.set()
+    for one in clients:
+        one.join(90)
+    assert broken
+    assert set(statuses) == {200}
 
 
 @pytest.mark.parametrize("box", ["prefill-0.0", "prefill-0.1", "router"])
