@@ -10,7 +10,9 @@ from torch import Tensor
 
 from headrace.errors import HeadraceError
 from headrace.ids import RequestId
+from headrace.kernels.sampling.reference import log_probs
 from headrace.kvstore.pool import DevicePool
+from headrace.messages import TokenLogprob
 from headrace.model.base import CachePlanes, LanguageModel, MtpOutput, StepRows
 from headrace.model.grammar import Grammars
 from headrace.model.mtp import draft
@@ -19,6 +21,9 @@ from headrace.prefill.base import Slabs, StepExchange
 from headrace.prefill.deal import rows_of
 from headrace.prefill.plan import ChunkPlan, Drafted, Sampled, StepOutcome, StepPlan, TailPlan, unpack_tokens
 from headrace.prefill.rows import Rows, last_rows, main_rows, mtp_rows, tail_rows
+
+SCORED_ROWS = 256
+"""Rows whose logits are in memory at a time when a prompt's own tokens are scored."""
 
 
 class Executor:
@@ -80,6 +85,7 @@ class Executor:
         last = self._gather_last(last_rows(chunks), rows, hidden)  # [S, D]
         for chunk, state in zip(chunks, last):
             self._carried[chunk.request_id] = state.clone()
+        self._score(chunks, rows, hidden, outcome)
         if self._exchange.rank == 0:
             self._sample(chunks, last, outcome)
 
@@ -106,6 +112,23 @@ class Executor:
         self._exchange.begin(owner, shared_cache=True)
         sent = hidden[self._index(local)].contiguous().view(torch.uint8)
         return self._exchange.gather_rows(sent).view(torch.float32)
+
+    def _score(self, chunks: Sequence[ChunkPlan], rows: Rows, hidden: Tensor, outcome: StepOutcome) -> None:
+        """Logprobs of the tokens that follow each row of the chunks that ask for them."""
+        for chunk, last in zip(chunks, last_rows(chunks).tolist()):
+            if chunk.scored < 0:
+                continue
+            tokens = unpack_tokens(chunk.tokens)
+            targets = [*tokens[1:].tolist(), *([chunk.following] if chunk.following >= 0 else [])]
+            found = outcome.scores.setdefault(chunk.request_id, [])
+            for at in range(0, len(targets), SCORED_ROWS):
+                part = targets[at : at + SCORED_ROWS]
+                where = last - len(tokens) + 1 + at + np.arange(len(part))
+                states = self._gather_last(where, rows, hidden)
+                if self._exchange.rank == 0:
+                    for logits, token in zip(self._model.logits(states), part):
+                        own, best = log_probs(logits, token, chunk.scored)
+                        found.append(TokenLogprob(logprob=own, top=tuple(best)))
 
     def _sample(self, chunks: Sequence[ChunkPlan], last: Tensor, outcome: StepOutcome) -> None:
         ending = [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]

@@ -35,6 +35,10 @@ class ChunkPlan:
     """The hidden state of row start - 1 is the one this rank carries: MTP position start - 1 runs too."""
     sampling: SamplingParams | None = None
     """Set on the prompt's last chunk: sample a token from its last row."""
+    scored: int = -1
+    """k >= 0: logprobs of the tokens after each row, with the k best."""
+    following: int = -1
+    """The prompt's token after the last row; -1: there is none."""
     output_index: int = 0
     """Index within the answer of the token to sample."""
     answered: bytes = b""
@@ -149,6 +153,8 @@ class StepOutcome:
     """What executing one plan gave; the leader merges the acks of the followers into its own."""
 
     sampled: dict[RequestId, Sampled] = dataclasses.field(default_factory=dict)
+    scores: dict[RequestId, list[TokenLogprob]] = dataclasses.field(default_factory=dict)
+    """Of the tokens after the rows of scored chunks (known on the leader only)."""
     drafted: dict[RequestId, Drafted] = dataclasses.field(default_factory=dict)
     digests: dict[BlockName, bytes] = dataclasses.field(default_factory=dict)
     bad: set[BlockName] = dataclasses.field(default_factory=set)

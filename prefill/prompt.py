@@ -6,7 +6,7 @@ import enum
 from headrace.ids import BlockName, RequestId, SlotIndex, Tier
 from headrace.kernels.formats import BLOCK_TOKENS
 from headrace.kvstore.base import Leased
-from headrace.messages import Handover, PrefillDone, PrefillRequest
+from headrace.messages import Handover, PrefillDone, PrefillRequest, TokenLogprob
 from headrace.prefill.plan import Drafted, Sampled
 
 
@@ -69,6 +69,8 @@ class Prompt:
 
     sampled: Sampled | None = None
     finish_reason: str | None = None
+    scores: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    """Of its own tokens so far, if it wants them."""
     drafted: Drafted | None = None
     restore_s: float = 0.0
     admitted_s: float = 0.0
@@ -137,6 +139,7 @@ class Prompt:
             finish_reason=self.finish_reason,
             cached_tokens=self.cached_tokens(),
             handover=handover,
+            prompt_logprobs=tuple(self.scores),
             queue_s=self.admitted_s - self.submitted_s - self.promote_s,
             restore_s=self.promote_s + self.restore_s,
             compute_s=now_s - self.admitted_s - self.restore_s,

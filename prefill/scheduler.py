@@ -240,6 +240,7 @@ class Scheduler:
         self.counters.computed_tokens += rows - prompt.ready_rows
         self._admission.complete(prompt, range(prompt.ready_rows // BLOCK_TOKENS, rows // BLOCK_TOKENS))
         prompt.ready_rows, prompt.started, prompt.fresh = rows, True, []
+        prompt.scores += outcome.scores.get(prompt.request_id, ())
         sampled = outcome.sampled.get(prompt.request_id)
         if sampled is None:
             return
@@ -266,6 +267,7 @@ class Scheduler:
         self._answering = []
 
     def _requeue(self, prompt: Prompt) -> None:
+        prompt.scores = []
         self._give_back(prompt)
         prompt.stage = Stage.QUEUED
 
@@ -345,4 +347,6 @@ def _chunk(prompt: Prompt, end: int) -> ChunkPlan:
         sampling=request.sampling if last else None,
         output_index=request.output_index if last else 0,
         answered=request.tokens[4 * (prompt.length - request.output_index) :] if last else b"",
+        scored=request.prompt_logprobs,
+        following=-1 if last else int.from_bytes(request.tokens[4 * end : 4 * end + 4], "little"),
     )

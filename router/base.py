@@ -24,6 +24,8 @@ class SequenceRequest:
     deadline: float
     """On the loop's clock (`loop.time()`)."""
     publish: bool = True
+    prompt_logprobs: int = -1
+    """k >= 0: logprobs of the prompt's own tokens with the k best; its namespace must then be nobody else's."""
     chain: NameChain | None = None
     """Names of the prompt's blocks, if they are known; never changed."""
     tenant: str = ""
@@ -43,6 +45,8 @@ class PromptReady:
     """By tier; true values from the prefill group."""
     waited_s: float
     """From submission to the prefill group's first work: admission, placement and queue."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens after the first, if they were asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

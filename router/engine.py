@@ -191,6 +191,7 @@ class Sequence:
                     output_index=resumed,
                     want_handover=not last_one,
                     publish=request.publish,
+                    prompt_logprobs=-1 if resumed else request.prompt_logprobs,
                     tenant=tenant_id(request.namespace),
                 )
             )
@@ -249,7 +250,7 @@ class Sequence:
         self._engine.observer.prefilled(ticket, demand, done)
         if not self._reported_prompt:
             self._reported_prompt = True
-            self._events.put_nowait(PromptReady(dict(done.cached_tokens), waited))
+            self._events.put_nowait(PromptReady(dict(done.cached_tokens), waited, done.prompt_logprobs))
         self._emit((done.first_token,), () if done.logprob is None else (done.logprob,), done.finish_reason)
 
     async def _relay(self, run: DecodeRun) -> None:

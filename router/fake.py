@@ -184,9 +184,16 @@ class FakePrefill(FakeBox):
             logprob=self._logprob(token, request.sampling),
             finish_reason=finish,
             cached_tokens={"device": 0, "host": hit},
+            prompt_logprobs=tuple(self._scores(tokens, request.prompt_logprobs)),
             handover=None if finish or not request.want_handover else handover,
             compute_s=self.compute_s,
         )
+
+    @staticmethod
+    def _scores(tokens: list[int], top: int) -> list[TokenLogprob]:
+        if top < 0:
+            return []
+        return [TokenLogprob(logprob=-0.25, top=tuple((t + i, -0.25 - i) for i in range(top))) for t in tokens[1:]]
 
 
 @dataclasses.dataclass(slots=True)

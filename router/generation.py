@@ -12,7 +12,7 @@ from typing import Protocol
 from headrace.errors import HeadraceError
 from headrace.ids import Namespace, RequestId
 from headrace.kvstore.names import NameChain, token_bytes
-from headrace.messages import SamplingParams
+from headrace.messages import SamplingParams, TokenLogprob
 from headrace.router.answers.text import AnswerText, TextDelta, TextRules
 from headrace.router.base import GenerationEngine, PromptReady, RunningSequence, SequenceRequest
 from headrace.router.tokens.tokenizer import Tokenizer
@@ -54,6 +54,8 @@ class GenerationSpec:
     publish: bool = True
     chains: Sequence[NameChain | None] = ()
     """Names of the prompts' blocks, where they are known."""
+    prompt_logprobs: int = -1
+    """As in `SequenceRequest`; each prompt's first choice asks."""
     tenant: str = ""
     priority: int = 0
     session: str = ""
@@ -72,6 +74,8 @@ class Generation:
         self._observer = observer
         self.spec = spec
         self.usage = Usage(prompt_tokens=sum(map(len, spec.prompts)))
+        self.prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        """By prompt, known before its first delta."""
         self._merged: asyncio.Queue[tuple[int, TextDelta] | HeadraceError] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
@@ -122,6 +126,7 @@ class Generation:
                 sampling=dataclasses.replace(spec.sampling, choice=choice),
                 deadline=spec.deadline,
                 publish=spec.publish,
+                prompt_logprobs=-1 if choice else spec.prompt_logprobs,
                 chain=spec.chains[index // spec.n] if spec.chains else None,
                 tenant=spec.tenant,
                 priority=spec.priority,
@@ -141,6 +146,8 @@ class Generation:
         last: float | None = None
         async for event in sequence.events():
             if isinstance(event, PromptReady):
+                if choice == 0:
+                    self.prompt_logprobs[index // self.spec.n] = event.logprobs
                 computed.set()
                 self._prompt_ready(
                     event, counts=choice == 0, prompt_tokens=len(self.spec.prompts[index // self.spec.n])

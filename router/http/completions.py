@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from headrace.router.http.sse import DONE, event
 from headrace.router.http.structure import format_text, guided_text
 from headrace.router.http.usage import CompletionLogprobs, openai_usage
 
+MAX_SCORED_TOKENS = 8192
+"""Longest prompt whose own tokens are scored: each takes a row of logits."""
+
 
 async def create_completion(service: Service, request: Request) -> Response:
     tenant, raw = await service.read(request)
@@ -34,6 +38,8 @@ async def create_completion(service: Service, request: Request) -> Response:
         if len(prompts) * (fields.n or 1) > MAX_CHOICES:
             raise InputError(f"{len(prompts)} prompts with n {fields.n} are more than {MAX_CHOICES} choices", "n")
         top = -1 if fields.logprobs is None else fields.logprobs
+        if fields.echo and top >= 0:
+            _check_scored(prompts)
         generation = service.generation(
             request,
             tenant=tenant,
@@ -42,6 +48,7 @@ async def create_completion(service: Service, request: Request) -> Response:
             top_logprobs=top,
             prefix="cmpl",
             grammar=await service.grammar(grammar_of(text, None, in_reasoning=False)),
+            prompt_logprobs=top if fields.echo else -1,
         )
         shape = CompletionShape(service, generation, fields, prompts)
         return await serve(service, request, generation, shape, stream=bool(fields.stream), place=place.pop_all())
@@ -52,8 +59,14 @@ def _refuse_unsupported(fields: CompletionRequest) -> None:
         raise InputError("suffix is not supported", "suffix")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise InputError("best_of is only supported equal to n", "best_of")
-    if fields.echo and fields.logprobs is not None:
-        raise InputError("logprobs of an echoed prompt are not supported", "echo")
+    if fields.max_tokens == 0 and not fields.echo:
+        raise InputError("max_tokens: 0 is only for an echo", "max_tokens")
+
+
+def _check_scored(prompts: Sequence[Prompt]) -> None:
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if longest > MAX_SCORED_TOKENS:
+        raise InputError(f"echo with logprobs: {longest} prompt tokens, at most {MAX_SCORED_TOKENS} are scored", "echo")
 
 
 def _prompts(service: Service, fields: CompletionRequest, prompt_of: Callable[[str], Prompt]) -> list[Prompt]:
@@ -115,6 +128,8 @@ class CompletionShape:
             None if fields.logprobs is None else [CompletionLogprobs(tokenizer, 0) for _ in range(generation.choices)]
         )
         self._ids = bool(fields.return_token_ids)
+        self._unscored = set(range(generation.choices)) if fields.echo and self._logprobs is not None else set()
+        self._echo_only = fields.max_tokens == 0
         self._choices: list[dict[str, Any]] = [
             {"index": i, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
             for i in range(generation.choices)
@@ -123,11 +138,26 @@ class CompletionShape:
     def start(self) -> Iterable[bytes]:
         return ()
 
+    def _scores(self, index: int, delta: TextDelta) -> dict[str, list[Any]] | None:
+        """Logprobs of a delta; before the first one those of the echoed prompt."""
+        if self._logprobs is None:
+            return None
+        logprobs, own = self._logprobs[index], () if self._echo_only else delta.logprobs
+        if index not in self._unscored:
+            return logprobs.take(own)
+        self._unscored.discard(index)
+        number = index // self._generation.spec.n
+        found = logprobs.prompt(self._generation.spec.prompts[number], self._generation.prompt_logprobs[number])
+        return {key: values + more for (key, values), more in zip(found.items(), logprobs.take(own).values())}
+
     def feed(self, index: int, delta: TextDelta) -> Iterable[bytes]:
+        if self._echo_only:
+            delta = dataclasses.replace(delta, parts=(), ids=())
+            self._generation.usage.completion_tokens = 0
         part = {
             "index": index,
             "text": self._echoes[index] + delta.text,
-            "logprobs": None if self._logprobs is None else self._logprobs[index].take(delta.logprobs),
+            "logprobs": self._scores(index, delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop,
         }

@@ -63,11 +63,16 @@ class CommonRequest(BaseModel):
 
 
 class CompletionRequest(CommonRequest):
+    max_tokens: int | None = Field(None, ge=0)
     prompt: Any = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     suffix: str | None = None
+
+    def answer_limit(self) -> tuple[int | None, str]:
+        """An echo alone (`max_tokens: 0`) takes one token, which is not shown."""
+        return (1 if self.max_tokens == 0 else self.max_tokens), "max_tokens"
 
 
 class ChatRequest(CommonRequest):

@@ -122,6 +122,7 @@ class Service:
         top_logprobs: int,
         prefix: str,
         grammar: str = "",
+        prompt_logprobs: int = -1,
     ) -> Generation:
         """Check lengths and build (not start) the generation. Raises InputError, CapacityError (too many tokens)."""
         limit, field = fields.answer_limit()
@@ -138,9 +139,12 @@ class Service:
             tenant=tenant,
             priority=self.limits.of(tenant).priority + (fields.priority or 0),
             session=request.headers.get("x-session-affinity", "")[:256],
-            namespace=self.namespace(tenant),
+            # Scored prompts are computed whole: under names that nobody has.
+            namespace=self.namespace(tenant) if prompt_logprobs < 0 else Namespace(secrets.token_bytes(32)),
             prompts=ids,
-            chains=[prompt.chain for prompt in prompts],
+            chains=[prompt.chain for prompt in prompts] if prompt_logprobs < 0 else (),
+            prompt_logprobs=prompt_logprobs,
+            publish=prompt_logprobs < 0 or most > 1,
             n=fields.n or 1,
             sampling=sampling,
             rules=TextRules(

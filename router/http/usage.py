@@ -1,8 +1,9 @@
 """Counts and logprobs in the words of the OpenAI API."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from headrace.messages import TokenLogprob
 from headrace.router.answers.text import TokenInfo
 from headrace.router.generation import Usage
 from headrace.router.tokens.tokenizer import Tokenizer
@@ -48,6 +49,16 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
         self._tokenizer = tokenizer
         self._offset = offset
+
+    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        """Of an echoed prompt: the first token has none."""
+        first = self._tokenizer.bytes_of(ids[0]).decode("utf-8", "replace")
+        found: dict[str, list[Any]] = {
+            "tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [self._offset]
+        }  # fmt: skip
+        self._offset += len(first)
+        rest = self.take(TokenInfo(token, logprob) for token, logprob in zip(ids[1:], logprobs))
+        return {key: values + rest[key] for key, values in found.items()}
 
     def take(self, infos: Iterable[TokenInfo]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -191,6 +191,9 @@ class PrefillRequest:
     holds what was already sent."""
     want_handover: bool = True
     """False: only compute, publish and sample one token (used by `max_tokens == 1` and by warm-up)."""
+    prompt_logprobs: int = -1
+    """k >= 0: also the logprob of each prompt token after the first and those of the k best. Only for rows that are
+    computed: whoever asks gives block names that nobody else has."""
     publish: bool = True
     tenant: bytes = b""
     """Whom the store counts the blocks for (`kvstore.names.tenant_id`); empty: nobody."""
@@ -228,6 +231,8 @@ class PrefillDone:
     """Prompt tokens nobody computed for this request, by tier ("device", "host", ...). Their sum is
     min(hit, L - 1)."""
     handover: Handover | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of prompt tokens 1..L-1, when they were asked for."""
     queue_s: float = 0.0
     restore_s: float = 0.0
     compute_s: float = 0.0

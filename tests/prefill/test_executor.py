@@ -162,3 +162,18 @@ def test_a_grammar_that_cannot_run_fails_its_prompt_only():
     house.scheduler.close(failed)
     assert house.scheduler.idle
     assert house.index.free_count + house.index.cached_count == house.index.num_slots
+
+
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_a_prompts_own_tokens_are_scored(chunk):
+    house = PrefillHouse(chunk=chunk)
+    tokens = random_prompt(200)
+    answer = house.run(tokens, prompt_logprobs=2)
+    assert len(answer.prompt_logprobs) == 199
+    whole = PrefillHouse(chunk=512).run(tokens, prompt_logprobs=2)
+    assert answer.prompt_logprobs == whole.prompt_logprobs
+    for length in (1, 64, 65, 130):
+        # The first token of a greedy answer is the best one after the prompt's last row.
+        first = PrefillHouse().run(tokens[:length]).first_token
+        assert whole.prompt_logprobs[length - 1].top[0][0] == first
+    assert house.run(tokens, prompt_logprobs=-1).prompt_logprobs == ()

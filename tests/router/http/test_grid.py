@@ -135,7 +135,14 @@ GRIDS: dict[str, list[list[dict[str, Any]]]] = {
     ],
     "/v1/completions": [
         LIMITS,
-        [{}, {"stop": ["two", "zz"]}, {"logprobs": 2}, {"echo": True, "n": 2}, {"return_token_ids": True}],
+        [
+            {},
+            {"stop": ["two", "zz"]},
+            {"logprobs": 2},
+            {"echo": True, "n": 2},
+            {"echo": True, "logprobs": 1, "n": 2},
+            {"return_token_ids": True},
+        ],
     ],
     "/v1/responses": [
         [{"max_output_tokens": 1}, {"max_output_tokens": 7}, {"max_output_tokens": 400}],

@@ -228,3 +228,26 @@ async def test_sampling_fields_reach_the_engine() -> None:
         assert got.logit_bias == {7: 5.0}
         assert got.stop_token_ids == (11,)
         assert got.seed == (-3) % (1 << 63)
+
+
+async def test_an_echo_with_logprobs_scores_the_prompt() -> None:
+    async with running_stack() as stack:
+        client = client_of(stack)
+        ask: dict[str, Any] = {"model": "nano", "prompt": "one two three", "echo": True, "logprobs": 1}
+        length = len(TOKENIZER.encode("one two three"))
+        for limit in (0, 1, 5):
+            [choice] = (answer := await client.completions.create(**ask, max_tokens=limit)).choices
+            assert choice.text.startswith("one two three")
+            assert len(choice.logprobs.tokens) == length + limit
+            assert "".join(choice.logprobs.tokens[:length]) == "one two three"
+            assert choice.logprobs.token_logprobs[0] is None
+            assert choice.logprobs.top_logprobs[0] is None
+            assert choice.logprobs.token_logprobs[1] == -0.25
+            assert answer.usage.completion_tokens == limit
+            assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        assert not (await client.completions.create(**ask, max_tokens=0)).choices[0].text[len("one two three") :]
+        with pytest.raises(openai.BadRequestError, match="8192"):
+            await client.completions.create(**{**ask, "prompt": [5] * 9000}, max_tokens=1)
+        with pytest.raises(openai.BadRequestError, match="echo"):
+            await client.completions.create(model="nano", prompt="x", max_tokens=0)
+        await stack.idle()
