@@ -230,6 +230,7 @@ async def bench_turn(router: Lines, turns: int) -> AsyncIterator[Row]:
         took, answer = await router.post("/v1/chat/completions", body)
         found = await router.get(f"/requests/{json.loads(answer)['id']}")
         messages.append({"role": "assistant", "content": "ok"})
+        await asyncio.sleep(0.1)  # a client does something between turns; the answer is remembered meanwhile
         if turn:  # the first one tokenises everything
             ready.append(found["ready_s"])
             placed.append(found["attempts"][0]["at_s"])
