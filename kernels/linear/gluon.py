@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.kernels.base import KernelContext
 from headrace.kernels.formats import SCALE_TILE
 from headrace.kernels.hopper.launch import Shape, Workspace, dense
-from headrace.kernels.linear.triton import TritonLinear, TritonWeight, quantise
+from headrace.kernels.linear.triton import TritonLinear, TritonWeight
 from headrace.kernels.tuned import Table, load
 
 DETERMINISTIC = Shape(p=1, q=128, sub=1, narrow=False, stages=6)
@@ -37,15 +37,12 @@ class GluonLinear(TritonLinear):
         self._table = load("linear", "sm_90")
         self._shapes: dict[tuple[int, int, int], Shape] = {}
 
-    def __call__(self, x: Tensor, weight: TritonWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        if not weight.quantised or weight.scale_rows != SCALE_TILE or weight.in_features % 16:
-            return super().__call__(x, weight, dtype)
-        assert weight.scale is not None
-        out = torch.empty((x.shape[0], weight.out_features), dtype=dtype, device=x.device)
-        if not x.shape[0]:
-            return out
-        codes, scales = quantise(x)
-        return dense(codes, scales, weight.matrix, weight.scale, self._shape(x.shape[0], weight), out, self._workspace)
+    def product(self, codes: Tensor, scales: Tensor, weight: TritonWeight, dtype: torch.dtype) -> Tensor:
+        rows = codes.shape[0]
+        if weight.scale is None or weight.scale_rows != SCALE_TILE or weight.in_features % 16 or not rows:
+            return super().product(codes, scales, weight, dtype)
+        out = torch.empty((rows, weight.out_features), dtype=dtype, device=codes.device)
+        return dense(codes, scales, weight.matrix, weight.scale, self._shape(rows, weight), out, self._workspace)
 
     def _shape(self, rows: int, weight: TritonWeight) -> Shape:
         if self._fixed_order:

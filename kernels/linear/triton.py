@@ -185,7 +185,15 @@ class TritonLinear:
     def __call__(self, x: Tensor, weight: TritonWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         if not weight.quantised:
             return self._float(x.unsqueeze(1), weight.matrix.unsqueeze(0)).squeeze(1)
-        return fp8_product(*quantise(x), weight, self._tile(x, weight), dtype)
+        return self.product(*self.encode(x), weight, dtype)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `product` takes of activations: codes [t, in] and scales [in / 128, t]."""
+        return quantise(x)
+
+    def product(self, codes: Tensor, scales: Tensor, weight: TritonWeight, dtype: torch.dtype) -> Tensor:
+        """Quantised activations by an FP8 weight -> [t, out] in fp32 or bf16."""
+        return fp8_product(codes, scales, weight, self._tile(codes, weight), dtype)
 
     def _tile(self, x: Tensor, weight: TritonWeight) -> Tile:
         if self._deterministic:

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from headrace.errors import KernelUnsupported
-from headrace.kernels.base import KernelContext
-from headrace.kernels.bench import attention, inputs, rows, run, selection
+from headrace.kernels.base import Granularity, KernelContext
+from headrace.kernels.bench import attention, dense, inputs, rows, run, selection
 from headrace.kernels.bench.case import Case, Work, record
 from headrace.kernels.bench.cases import all_cases
 from headrace.kernels.bench.measure import Ceilings, Timing, summary
 from headrace.kernels.formats import FORMATS
 from headrace.kernels.registry import OPS, default_registry
+from headrace.kernels.sampling.reference import Filters
 
 CPU = torch.device("cpu")
 CARD = Ceilings(copy=4e12, bf16=8e14, fp8=1.6e15)
@@ -57,6 +58,9 @@ def test_cases_have_names_of_their_own_and_known_ops() -> None:
         attention.sparse_mla(2, 3, 200, 4, 32, drifting=True),
         attention.sparse_mla(1, 3, 200, 4, 32, drifting=False),
         selection.index_topk(2, 3, 200, 32, heads=4),
+        dense.router(3),
+        dense.quantise(5, 200, Granularity.GROUP),
+        dense.sampling(2, Filters(1.0, top_p=0.9)),
         rows.latent_scatter(70),
         rows.rms(3, 100),
         rows.rope(3, 2),
@@ -99,3 +103,13 @@ def test_pools_are_valid_rows() -> None:
     query = inputs.query_rows(3, 2, 130, CPU, 1)
     assert query.block_tables.unique().numel() == 9
     assert query.last_row.tolist() == [128, 129] * 3
+
+
+def test_codes_of_a_product_are_all_written() -> None:
+    """More rows than one part of the drawing."""
+    found = dense.codes((8200, 128), CPU, inputs.generator(CPU, 1)).float()
+    assert found.isfinite().all()
+    assert found[8195:].abs().max() > 100
+    with pytest.raises(KernelUnsupported, match="has no product"):
+        reference = default_registry().choose("linear", KernelContext(CPU, False), "reference").kernel
+        dense.linear(2, 128, 256, 1.0).build(reference, CPU, 0)
