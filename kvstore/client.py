@@ -79,7 +79,10 @@ class NodeClient(StoreOperations):
             if self._closed.is_set():
                 raise DaemonUnavailable(f"{self._path}: this client is closed")
             if self._connection is not None:
-                return
+                if self._connection.is_alive():
+                    return
+                # The daemon ended and no call has noticed yet: to keep this connection would fail the next one.
+                self._drop_connection("the daemon ended")
             hello = self._hello
             again = Hello(
                 name=hello.name, role=hello.role, incarnation=new_incarnation(), fingerprint=hello.fingerprint

@@ -1,6 +1,7 @@
 """A blocking, framed connection to a node daemon: one request, one reply. Knows frames and greetings, no blocks."""
 
 import contextlib
+import select
 import socket
 from typing import Any
 
@@ -42,6 +43,12 @@ class Connection:
         if isinstance(reply, ErrorInfo):
             raise from_wire(reply.kind, reply.text)
         return reply
+
+    def is_alive(self) -> bool:
+        """Whether the daemon still holds its end. Between calls it sends nothing, so anything to read is the end."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
+        return not poll.poll(0)
 
     def shutdown(self) -> None:
         """Wake a thread that waits in `call`."""

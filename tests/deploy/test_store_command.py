@@ -1,6 +1,7 @@
 """`headrace store` against a real node daemon, through the command line."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,9 +116,14 @@ def test_top_shows_rates_and_states(client: NodeClient, store: Store) -> None:
 def test_a_run_is_found_or_its_absence_explained(
     daemon: DaemonFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = tmp_path / "t"
-    runs.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(runs))
+    # Beside all other runs, and under a short path: sockets live in a run's directory.
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        runs = Path(parent)
+        monkeypatch.setattr("headrace.deploy.rundir._runs_parent", lambda: runs)
+        _find_runs(daemon, runs, tmp_path, capsys)
+
+
+def _find_runs(daemon: DaemonFixture, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["store", "stats"]) == 2
     assert "running services of this user: none" in capsys.readouterr().err
     run = RunDir("", str(tmp_path))

@@ -126,6 +126,18 @@ def test_a_dead_daemon_is_an_error_at_once_and_leases_are_over(node, names):
     assert put(client, names, 0, 2) == [0, 1]
 
 
+def test_reconnect_leaves_a_daemon_that_ended_before_any_call_noticed(node, names):
+    client = node.client()
+    for end in (node.kill, lambda: (node.process.terminate(), node.process.wait(5))):
+        end()
+        node.start()
+        client.reconnect()
+        assert put(client, names, 0, 2) == [0, 1]
+    kept = client.incarnation
+    client.reconnect()
+    assert client.incarnation == kept, "a connection that works is kept"
+
+
 def test_a_client_that_was_told_of_the_new_arena_reads_and_writes_that_one(node, names):
     leader, follower = node.client("prefill-0"), node.client("prefill-0")
     node.kill()
