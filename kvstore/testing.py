@@ -37,7 +37,7 @@ class FakeFixture:
         self.clients.append(self.node.client(name, role))
         return self.clients[-1]
 
-    def settle(self, done: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    def settle(self, done: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Let the node's upkeep run until `done()`; AssertionError when the time is over first."""
         end = time.monotonic() + timeout_s
         while not done() and time.monotonic() < end:
@@ -111,7 +111,7 @@ class DaemonFixture:
         self.clients.append(NodeClient(f"unix:{self.socket}", self.hello(name, role), self.layout))
         return self.clients[-1]
 
-    def settle(self, done: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    def settle(self, done: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Wait until `done()`; AssertionError when the time is over first."""
         end = time.monotonic() + timeout_s
         while not done() and time.monotonic() < end:

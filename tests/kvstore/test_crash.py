@@ -79,7 +79,7 @@ def test_a_stopped_writer_keeps_its_slots_quarantined_until_it_is_dead(node, nam
     writer = subprocess.Popen([sys.executable, "-c", code, f"unix:{node.socket}"], stdout=subprocess.PIPE, text=True)
     slot = int(writer.stdout.readline())
     writer.send_signal(signal.SIGSTOP)
-    node.settle(lambda: watcher.stats()["host_quarantined"] == 1, 4.0)
+    node.settle(lambda: watcher.stats()["host_quarantined"] == 1)
     time.sleep(1.5)  # longer than the grace
     assert watcher.stats()["host_quarantined"] == 1
     got = [s for s in put(watcher, names, 0, 12) if s >= 0]
@@ -87,7 +87,7 @@ def test_a_stopped_writer_keeps_its_slots_quarantined_until_it_is_dead(node, nam
     assert len(got) == 11
     writer.kill()
     writer.wait()
-    node.settle(lambda: watcher.stats()["host_quarantined"] == 0, 2.0)
+    node.settle(lambda: watcher.stats()["host_quarantined"] == 0)
 
 
 def test_a_killed_daemon_is_survived_and_leaves_nothing(node):

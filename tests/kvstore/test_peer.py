@@ -123,10 +123,10 @@ async def test_a_fetch_that_fails_serves_nothing_wrong_and_leaves_nothing_behind
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.LATE])
 async def test_an_owner_that_stops_sending_costs_the_reader_its_deadline_only(tmp_path, names, fault):
-    pair = await opened(tmp_path, timeout_s=0.15)
+    pair = await opened(tmp_path, timeout_s=0.8)
     pair.owner.put(names, 0, 4)
     await pair.known(4)
-    pair.plan.add("peer.send", fault, seconds=0.4, times=1)
+    pair.plan.add("peer.send", fault, seconds=2.0, times=1)
     assert await pair.reader.bring(names[:4]) == 0
     await pair.reader.settle(lambda: pair.peer.idle)
     assert pair.peer.totals.failures == 1

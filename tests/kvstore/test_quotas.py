@@ -226,7 +226,7 @@ def test_quotas_and_pins_through_a_client(node, names):
     put(client, names, 0, 8)
     assert client.match(mine[:2]) == 2
     assert client.stats()["host_pinned"] == 2
-    node.settle(lambda: client.stats()["host_pinned"] == 0, 3.0)
+    node.settle(lambda: client.stats()["host_pinned"] == 0)
     assert client.pin(mine[:1], 60.0) == 1
     assert client.unpin(mine[:2]) == 1
     with pytest.raises(IncompatiblePeer, match="a pin lasts"):

@@ -180,13 +180,13 @@ def test_rule_4_slots_of_a_vanished_writer_are_quarantined_first(node, names):
     doomed, watcher = node.client("prefill-0"), node.client("watcher")
     slots = doomed.begin_put(blocks_of(names, 0, 3))
     node.vanish(doomed)
-    node.settle(lambda: watcher.stats()["host_quarantined"] == 3, 2.0)
+    node.settle(lambda: watcher.stats()["host_quarantined"] == 3)
     got = watcher.begin_put([(private_name(), None, 0) for _ in range(node.slots)])
     assert not set(got) & set(slots)
     with pytest.raises(DaemonUnavailable):
         doomed.match([])
     doomed.reconnect()  # its process lives: this says that it no longer writes
-    node.settle(lambda: watcher.stats()["host_quarantined"] == 0, 3.0)
+    node.settle(lambda: watcher.stats()["host_quarantined"] == 0)
 
 
 def test_a_client_that_says_goodbye_needs_no_quarantine(node, names):
