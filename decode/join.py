@@ -44,8 +44,8 @@ class Mover(Protocol):
         not what was written has been dropped from the store."""
         ...
 
-    def publish(self, blocks: Seq[Block]) -> tuple[int, int]:
-        """-> (published or already there, skipped)."""
+    def publish(self, blocks: Seq[Block], tenant: bytes = b"") -> tuple[int, int]:
+        """-> (published or already there, skipped). `tenant`: whom the store counts them for."""
         ...
 
     def park(self, blocks: Seq[Block]) -> list[BlockName]:
@@ -86,6 +86,8 @@ class PublishJob:
     """Write full blocks through to the host tier. The loop holds one reference on each slot meanwhile."""
 
     blocks: list[Block]
+    tenant: bytes = b""
+    """Whom the store counts them for (`names.tenant_id`): a block's parent may be gone from the host tier by now."""
     published: int = 0
     skipped: int = 0
     fence: object = None
@@ -336,7 +338,7 @@ class StoreWorker:
 
     def _run_publish(self, job: PublishJob) -> None:
         try:
-            job.published, job.skipped = self._mover.publish(job.blocks)
+            job.published, job.skipped = self._mover.publish(job.blocks, job.tenant)
         except (StoreError, OSError) as error:
             job.published, job.skipped = 0, len(job.blocks)
             if isinstance(error, (DaemonUnavailable, OSError)):

@@ -42,8 +42,8 @@ class StoreMover:
         with self._side.after(self._fence):
             load_slabs(self._pool, device_slots, views)
 
-    def publish(self, blocks: Seq[Block]) -> tuple[int, int]:
-        outcomes = self._write(blocks, keep_lease=False)
+    def publish(self, blocks: Seq[Block], tenant: bytes = b"") -> tuple[int, int]:
+        outcomes = self._write(blocks, keep_lease=False, tenant=tenant)
         skipped = outcomes.count(PutOutcome.FULL)
         return len(blocks) - skipped, skipped
 
@@ -70,11 +70,11 @@ class StoreMover:
             raise
         return names
 
-    def _write(self, blocks: Seq[Block], *, keep_lease: bool) -> list[int]:
+    def _write(self, blocks: Seq[Block], *, keep_lease: bool, tenant: bytes = b"") -> list[int]:
         """Put what is not there; the outcomes of `begin_put`. All or nothing is visible when a copy fails."""
         if not blocks:
             return []
-        outcomes = self._client.begin_put([(name, parent, depth) for _, name, parent, depth in blocks])
+        outcomes = self._client.begin_put([(name, parent, depth) for _, name, parent, depth in blocks], tenant)
         writes = []
         try:
             for (device_slot, name, _parent, _depth), host_slot in zip(blocks, outcomes):

@@ -24,7 +24,7 @@ from headrace.decode.step import Outcome
 from headrace.errors import CapacityError, EngineError, HeadraceError, InputError, RankLost
 from headrace.ids import RequestId
 from headrace.kernels.formats import BLOCK_TOKENS
-from headrace.kvstore.names import private_name
+from headrace.kvstore.names import private_name, tenant_id
 from headrace.messages import (
     Aborted,
     Accepted,
@@ -210,7 +210,8 @@ class Requests:
             blocks.append((int(slot), name, parent, position))
         if not blocks:
             return
-        job = PublishJob(blocks)
+        root = sequence.request.namespace
+        job = PublishJob(blocks, tenant_id(root) if root else b"")
         self._index.retain(job.slots)  # type: ignore[arg-type]
         if not self._worker.publish(job):
             self._index.release(job.slots)  # type: ignore[arg-type]

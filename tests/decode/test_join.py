@@ -17,7 +17,7 @@ class NoMover:
     def restore(self, device_slots, sources):
         raise AssertionError("a slot of a daemon that has ended was read")
 
-    def publish(self, blocks):
+    def publish(self, blocks, tenant=b""):
         return 0, len(blocks)
 
 
@@ -58,7 +58,7 @@ class Recorder(NoMover):
     def restore(self, device_slots, sources):
         self.copies.append((self.followed, list(device_slots)))
 
-    def publish(self, blocks):
+    def publish(self, blocks, tenant=b""):
         self.copies.append((self.followed, [block[0] for block in blocks]))
         return len(blocks), 0
 

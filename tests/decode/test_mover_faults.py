@@ -49,6 +49,14 @@ def rig(monkeypatch):
     return Rig(monkeypatch)
 
 
+def test_published_blocks_are_counted_for_their_tenant_also_when_their_parent_is_gone(rig):
+    rig.mover.publish(BLOCKS[:1])
+    rig.client.drop([BLOCKS[0][1]])
+    rig.mover.publish(BLOCKS[1:3], b"whose-it")
+    found = {r.name: r.tenant for r in rig.node.tier.blocks()}
+    assert found == {BLOCKS[1][1]: b"whose-it", BLOCKS[2][1]: b"whose-it"}
+
+
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.SHORT])
 @pytest.mark.parametrize("good", [0, 2])
 def test_a_store_that_fails_leaves_nothing_visible(rig, fault, good):
