@@ -2,6 +2,7 @@
 use is exactly the tensors that are held."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -46,6 +47,9 @@ class ShardFile:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
             self.entries = self._header()
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
@@ -78,8 +82,12 @@ class ShardFile:
             raw = json.loads(os.pread(self._fd, length, 8))
             raw.pop("__metadata__", None)
             entries = {name: _entry(item, 8 + length) for name, item in raw.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: not a safetensors file: {error!r} in its header") from error
+        ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].end))
+        for (first, a), (second, b) in itertools.pairwise(ordered):
+            if b.start < a.end:
+                raise CheckpointError(f"{self.path}: not a safetensors file: {first} and {second} share bytes")
         end = max((entry.end for entry in entries.values()), default=0)
         if end > size:
             raise CheckpointError(f"{self.path}: {size} bytes, but its header speaks of {end}: the file is cut off")
@@ -91,6 +99,11 @@ def _entry(item: dict[str, object], base: int) -> Entry:
     shape = tuple(int(side) for side in item["shape"])  # type: ignore[attr-defined]
     entry = Entry(str(item["dtype"]), shape, base + start, base + end)
     dtype = DTYPES.get(entry.dtype)
-    if start < 0 or end < start or (dtype is not None and entry.nbytes != math.prod(shape) * dtype.itemsize):
+    if (
+        start < 0
+        or end < start
+        or min(shape, default=0) < 0
+        or (dtype is not None and entry.nbytes != math.prod(shape) * dtype.itemsize)
+    ):
         raise ValueError(f"{entry.dtype} {list(shape)} in {end - start} bytes")
     return entry

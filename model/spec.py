@@ -7,6 +7,7 @@ end-of-sequence ids, and the vocabulary size that the tokenizer really uses. Kno
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,27 +158,27 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any], tokenizer_size
         num_experts_per_tok=reader.integer("num_experts_per_tok"),
         n_group=reader.integer("n_group", 1),
         topk_group=reader.integer("topk_group", 1),
-        norm_topk_prob=bool(raw.get("norm_topk_prob", True)),
-        routed_scaling_factor=reader.number("routed_scaling_factor", 1.0),
+        norm_topk_prob=reader.boolean("norm_topk_prob", True),
+        routed_scaling_factor=reader.positive("routed_scaling_factor", 1.0),
         dense_layers=_dense_layers(reader, layers),
         full_layers=_full_layers(reader, layers),
         index_n_heads=reader.integer("index_n_heads"),
         index_head_dim=reader.integer("index_head_dim"),
         index_topk=reader.integer("index_topk"),
-        rope_interleaved=bool(raw.get("rope_interleave", True)),
-        indexer_interleaved=bool(raw.get("indexer_rope_interleave", model_type == "glm_moe_dsa")),
+        rope_interleaved=reader.boolean("rope_interleave", True),
+        indexer_interleaved=reader.boolean("indexer_rope_interleave", model_type == "glm_moe_dsa"),
         has_mtp=nextn > 0,
-        shares_draft_index=bool(raw.get("index_share_for_mtp_iteration", False)),
+        shares_draft_index=reader.boolean("index_share_for_mtp_iteration", False),
         rope=_rope(reader),
         max_position_embeddings=reader.integer("max_position_embeddings"),
         vocab_size=vocab,
         used_vocab_size=min(vocab, tokenizer_size or vocab),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-5),
-        eos_token_ids=_eos_ids(raw, generation),
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+        rms_norm_eps=reader.positive("rms_norm_eps", 1e-5),
+        eos_token_ids=_eos_ids(reader, generation),
         quantised=bool(raw.get("quantization_config")),
     )
-    problems = reader.problems + _problems(spec, raw, nextn)
+    problems = reader.problems + _problems(spec, reader, nextn)
     if problems:
         raise CheckpointError(f"{where}: config.json cannot be served:\n  " + "\n  ".join(problems))
     return spec
@@ -203,10 +204,33 @@ class _Reader:
         value = (self.raw if source is None else source).get(key)
         if value is None:
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            self.problems.append(f"{key}: expected a number, got {value!r}")
+        # JSON as Python reads it has NaN and Infinity, and integers that no float holds.
+        known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        if not known:
+            self.problems.append(f"{key}: expected a finite number, got {value!r}")
             return default
         return float(value)
+
+    def positive(self, key: str, default: float, source: dict[str, Any] | None = None) -> float:
+        value = self.number(key, default, source)
+        if value > 0:
+            return value
+        self.problems.append(f"{key}: expected a number above 0, got {value!r}")
+        return default
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.problems.append(f"{key}: expected true or false, got {value!r}")
+        return default
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.raw.get(key)
+        if value is None or isinstance(value, dict):
+            return value or {}
+        self.problems.append(f"{key}: expected an object, got {value!r}")
+        return {}
 
 
 def _full_layers(reader: _Reader, layers: int) -> tuple[int, ...]:
@@ -216,7 +240,7 @@ def _full_layers(reader: _Reader, layers: int) -> tuple[int, ...]:
         kinds = raw.get(key)
         if kinds is None:
             continue
-        words = [str(kind).lower() for kind in kinds]
+        words = [str(kind).lower() for kind in kinds] if isinstance(kinds, (list, str)) else []
         unknown = sorted({word for word in words if word not in ("full", "shared", "f", "s")})
         if unknown or len(words) < layers:
             reader.problems.append(f"{key}: expected {layers} of full/shared (F/S), got {len(words)} with {unknown}")
@@ -230,7 +254,7 @@ def _full_layers(reader: _Reader, layers: int) -> tuple[int, ...]:
 def _dense_layers(reader: _Reader, layers: int) -> tuple[int, ...]:
     kinds = reader.raw.get("mlp_layer_types")
     if kinds is not None:
-        if len(kinds) < layers or any(kind not in ("dense", "sparse") for kind in kinds):
+        if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in ("dense", "sparse") for kind in kinds):
             reader.problems.append(f"mlp_layer_types: expected {layers} of dense/sparse, got {kinds!r}")
             return ()
         return tuple(i for i in range(layers) if kinds[i] == "dense")
@@ -241,9 +265,8 @@ def _dense_layers(reader: _Reader, layers: int) -> tuple[int, ...]:
 
 def _rope(reader: _Reader) -> RopeSpec:
     """`rope_parameters` (transformers 5) or top-level `rope_theta` with `rope_scaling` (before)."""
-    raw = reader.raw
-    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = reader.number("rope_theta", reader.number("rope_theta", 10000.0), nested)
+    nested = reader.mapping("rope_parameters") or reader.mapping("rope_scaling")
+    theta = reader.positive("rope_theta", reader.positive("rope_theta", 10000.0), nested)
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind == "default":
         return RopeSpec(theta=theta)
@@ -254,8 +277,8 @@ def _rope(reader: _Reader) -> RopeSpec:
             reader.problems.append(f"rope_parameters.{key}: {nested[key]!r} is not supported, only {only!r}")
     return RopeSpec(
         theta=theta,
-        yarn_factor=reader.number("factor", 1.0, nested),
-        original_max_position=int(reader.number("original_max_position_embeddings", 4096, nested)),
+        yarn_factor=reader.positive("factor", 1.0, nested),
+        original_max_position=int(reader.positive("original_max_position_embeddings", 4096, nested)),
         beta_fast=reader.number("beta_fast", 32.0, nested),
         beta_slow=reader.number("beta_slow", 1.0, nested),
         mscale=reader.number("mscale", 1.0, nested),
@@ -263,14 +286,18 @@ def _rope(reader: _Reader) -> RopeSpec:
     )
 
 
-def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    ids = generation.get("eos_token_id", raw.get("eos_token_id"))
-    if ids is None:
+def _eos_ids(reader: _Reader, generation: dict[str, Any]) -> tuple[int, ...]:
+    ids = generation.get("eos_token_id", reader.raw.get("eos_token_id"))
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        reader.problems.append(f"eos_token_id: expected token ids, got {ids!r}")
         return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return tuple(ids)
 
 
-def _problems(spec: ModelSpec, raw: dict[str, Any], nextn: int) -> list[str]:
+def _problems(spec: ModelSpec, reader: _Reader, nextn: int) -> list[str]:
+    """Rules between fields; those of one field's own type are `reader.problems`."""
+    raw = reader.raw
     found: list[str] = []
 
     def need(ok: bool, text: str) -> None:
@@ -292,10 +319,12 @@ def _problems(spec: ModelSpec, raw: dict[str, Any], nextn: int) -> list[str]:
         spec.num_experts_per_tok * spec.n_group <= spec.n_routed_experts * spec.topk_group,
         f"num_experts_per_tok: {spec.num_experts_per_tok} of {spec.n_routed_experts} experts",
     )
-    quantisation = raw.get("quantization_config") or {}
+    given = raw.get("quantization_config")
+    quantisation = given if isinstance(given, dict) else {}
+    need(given is None or isinstance(given, dict), f"quantization_config: expected an object, got {given!r}")
     block = quantisation.get("weight_block_size", [128, 128])
     method = quantisation.get("quant_method", "fp8")
-    need(method == "fp8" and list(block) == [128, 128], f"quantization_config: {method} {block}, want fp8 [128, 128]")
+    need(method == "fp8" and block == [128, 128], f"quantization_config: {method} {block}, want fp8 [128, 128]")
     return found
 
 

@@ -29,7 +29,8 @@ class ArgumentWriter:
         self._schema = schema
         properties = schema.get("properties")
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
-        self._count = 0
+        self._seen: set[str] = set()
+        self._repeated = False
         self._open_string = False
         self._types: frozenset[str] = frozenset()
 
@@ -39,13 +40,18 @@ class ArgumentWriter:
         return self._types == {"string"}
 
     def key(self, key: str) -> str:
+        self._repeated = key in self._seen
+        if self._repeated:  # An object has each key once; the first value may be on its way already.
+            return ""
         self._types = declared_types(self._properties.get(key), self._schema)
-        self._count += 1
+        self._seen.add(key)
         self._open_string = False
-        return ("{" if self._count == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+        return ("{" if len(self._seen) == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
 
     def value_text(self, text: str, *, complete: bool) -> str:
         """A piece of the value (all of it unless `streams`). An incomplete value that is not a string gives nothing."""
+        if self._repeated:
+            return ""
         if not self.streams:
             return json.dumps(_typed(text, self._types), ensure_ascii=False) if complete else ""
         opening = "" if self._open_string or not (text or complete) else '"'
@@ -53,7 +59,7 @@ class ArgumentWriter:
         return opening + json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if complete else "")
 
     def end(self) -> str:
-        return "}" if self._count else "{}"
+        return "}" if self._seen else "{}"
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -103,6 +109,8 @@ def _typed(text: str, types: frozenset[str]) -> Any:
     """The value the model wrote: JSON where it parses to an allowed type, else the text itself."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
+        # 1e999 is read as infinity and "\ud800" as half a character: neither can be sent as JSON in UTF-8.
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text
     if isinstance(value, str) or (types and not _allows(types, value)):

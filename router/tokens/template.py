@@ -42,19 +42,21 @@ class ChatTemplate:
         variables["add_generation_prompt"] = True
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        except Exception as error:  # a template is the checkpoint's code: it can raise anything Python can
             raise InputError(f"the chat template refused the messages: {error}", "messages") from error
 
 
 def _read_source(folder: Path) -> str:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    if config.exists():
-        source = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-        if isinstance(source, str):
-            return source
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    try:
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+        held = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: the chat template cannot be read: {error}") from error
+    source = held.get("chat_template") if isinstance(held, dict) else None
+    if isinstance(source, str):
+        return source
     raise CheckpointError(f"{folder} has neither chat_template.jinja nor a chat_template in tokenizer_config.json")
 
 

@@ -83,6 +83,13 @@ def test_reasoning_content_and_a_typed_call() -> None:
         ("unknown", '{"a": 1}', {"a": 1}),
         ("unknown", "plain text", "plain text"),
         ("unknown", "NaN", "NaN"),
+        ("unknown", "1e999", "1e999"),
+        ("ratio", "-1e999", "-1e999"),
+        ("unknown", '{"a": [1e999]}', '{"a": [1e999]}'),
+        ("unknown", '{"a": "\\ud800"}', '{"a": "\\ud800"}'),
+        ("unknown", '{"\\udc00": 1}', '{"\\udc00": 1}'),
+        ("unknown", '"\\ud83d\\ude00"', '"\\ud83d\\ude00"'),
+        ("options", '{"a": "\\ud83d\\ude00"}', {"a": "\U0001f600"}),
         ("path", "line one\nline \\n two é", "line one\nline \\n two é"),
     ],
 )
@@ -120,8 +127,69 @@ def test_strings_stream_before_they_are_complete() -> None:
 
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
-WORDS = ["edit", "path", "line", "12", " ", "\n", '"', "\\", "é", "<", "</", "<arg", "x"]
+WORDS = [
+    "edit",
+    "path",
+    "line",
+    "options",
+    "12",
+    "1e999",
+    "[",
+    "]",
+    "\\ud800",
+    " ",
+    "\n",
+    '"',
+    "\\",
+    "é",
+    "<",
+    "</",
+    "<arg",
+    "x",
+]
 TEXTS = st.lists(st.sampled_from(TAGS + WORDS), max_size=25).map("".join)
+
+
+def test_a_key_that_comes_again_is_left_out() -> None:
+    twice = "<arg_key>path</arg_key><arg_value>a</arg_value><arg_key>path</arg_key><arg_value>b</arg_value>"
+    found = parse(
+        list(f"<tool_call>edit{twice}<arg_key>line</arg_key><arg_value>1</arg_value></tool_call>"), in_reasoning=False
+    )
+    assert found["calls"] == [["edit", '{"path": "a", "line": 1}']]
+
+
+VALUES = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: "<" not in text),
+    st.recursive(
+        st.floats() | st.integers() | st.text(st.characters(), max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=2), inner, max_size=2)
+        ),
+        max_leaves=6,
+    )
+    .map(json.dumps)
+    .filter(lambda text: "<" not in text),
+    st.sampled_from(["1e999", "[-1e999]", '["\\udfff"]', "9" * 5000, "[" * 5000]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["path", "line", "ratio", "unknown", "options"]), VALUES), max_size=5))
+def test_arguments_of_a_whole_call_are_json_with_each_key_once(pairs: list[tuple[str, str]]) -> None:
+    body = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in pairs)
+    ((_, text),) = parse([f"<tool_call>edit{body}</tool_call>"], in_reasoning=False)["calls"]
+    keys = []
+
+    def once(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({key for key, _ in items}) == len(items)
+        keys.append([key for key, _ in items])
+        return dict(items)
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} is not JSON")
+
+    json.loads(text.encode().decode(), object_pairs_hook=once, parse_constant=refuse)
+    assert keys[-1] == list(dict.fromkeys(key for key, _ in pairs))
 
 
 @settings(max_examples=600)

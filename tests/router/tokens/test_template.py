@@ -176,6 +176,10 @@ def test_what_published_templates_use_is_there(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages[0].content.missing.deeper }}", "has no attribute"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 10.0 ** 400 }}", "Result too large|out of range"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "too big"),
+        ("{{ 'a' * 10 ** 20 }}", "index-sized"),
     ],
 )
 def test_a_template_can_refuse_and_cannot_reach_out(tmp_path: Path, text: str, words: str) -> None:
@@ -186,3 +190,20 @@ def test_a_template_can_refuse_and_cannot_reach_out(tmp_path: Path, text: str, w
 def test_a_template_that_does_not_compile_is_the_checkpoints_fault(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="chat template line 2: Encountered unknown tag 'fi'"):
         ChatTemplate(folder(tmp_path, template="a\n{% fi %}"))
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b"[" * 100_000),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_the_checkpoints_fault(tmp_path: Path, file: str, data: bytes) -> None:
+    (tmp_path / file).write_bytes(data)
+    with pytest.raises(CheckpointError, match="template"):
+        ChatTemplate(tmp_path)
