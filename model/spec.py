@@ -333,7 +333,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(raw).__name__}")
@@ -345,8 +345,11 @@ def _tokenizer_size(path: Path) -> int | None:
     if not path.exists():
         return None
     raw = _read_json(path)
-    ids = [int(token["id"]) for token in raw.get("added_tokens", [])]
-    vocab = raw.get("model", {}).get("vocab", {})
-    if isinstance(vocab, dict):
-        ids += [int(i) for i in vocab.values()]
+    try:
+        ids = [int(token["id"]) for token in raw.get("added_tokens", [])]
+        vocab = raw.get("model", {}).get("vocab", {})
+        if isinstance(vocab, dict):
+            ids += [int(i) for i in vocab.values()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a tokenizer: {error!r} among its tokens") from error
     return max(ids) + 1 if ids else None

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import CheckpointError
 from headrace.model.shards import ShardFile
-from headrace.model.spec import parse_config, resolve_path
+from headrace.model.spec import ModelSpec, parse_config, resolve_path
 
 BASE = json.loads((resolve_path("glm-5.2-fp8") / "config.json").read_text())
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
@@ -55,6 +55,27 @@ def test_any_field_of_any_type_is_taken_or_refused_in_words(value: Any) -> None:
     for key in [*BASE, "rope_scaling", "index_topk_pattern", "num_nextn_predict_layers", "attention_bias"]:
         with contextlib.suppress(CheckpointError):
             parse_config({**BASE, key: value}, {}, None, "here")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"added_tokens": 5}',
+        b'{"added_tokens": [{}]}',
+        b'{"added_tokens": [{"id": "x"}]}',
+        b'{"model": []}',
+        b'{"model": {"vocab": {"a": "b"}}}',
+    ],
+)
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        ModelSpec.from_dir(tmp_path)
 
 
 def shard(folder: Path, header: Any, nbytes: int) -> Path:
