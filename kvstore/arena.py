@@ -59,11 +59,12 @@ class Arena:
         arena = None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Before the pages are taken, which lasts: a daemon that is killed meanwhile leaves a file that is known.
+            os.pwrite(fd, _HEADER.pack(_MAGIC, owner.encode(), slots, slot_bytes), 0)
             os.ftruncate(fd, total)
             arena = cls(path, fd, slots, slot_bytes, owned=True)
             memory.place(arena._map, numa)
             memory.populate(arena._map, fd)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, owner.encode(), slots, slot_bytes), 0)
             return arena
         except (OSError, ConfigError) as error:
             if arena is not None:

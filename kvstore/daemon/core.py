@@ -19,6 +19,7 @@ from headrace.kvstore.daemon.lower import LowerTiers
 from headrace.kvstore.daemon.peers import PeerProcess
 from headrace.kvstore.host_tier import HostTier
 from headrace.kvstore.pins import Pins
+from headrace.kvstore.quotas import TENANT_BYTES
 from headrace.kvstore.residents import Resident
 from headrace.messages import BoxStatus, ErrorInfo, FlushDone, FlushRequest, Hello, StatusRequest
 
@@ -279,6 +280,7 @@ class StoreCore:
         names, parents = wire.unpack_names(request.names), wire.unpack_names(request.parents)
         depths = wire.unpack_ints(request.depths)
         wire.same_length(names, parents, depths)
+        _check_put(names, parents, depths, request.tenant)
         blocks: list[tuple[BlockName, BlockName | None, int]] = [
             (name, None if parent == wire.NO_NAME else parent, depth)
             for name, parent, depth in zip(names, parents, depths)
@@ -353,3 +355,14 @@ class StoreCore:
 
 def _write_slots(request: wire.CommitPut | wire.AbortPut) -> list[SlotIndex]:
     return [SlotIndex(slot) for slot in wire.unpack_writes(request.slots, request.tickets)]
+
+
+def _check_put(names: Sequence[BlockName], parents: Sequence[BlockName], depths: Sequence[int], tenant: bytes) -> None:
+    """Raises ValueError for what no tier below, no other node and no eviction could deal with."""
+    if len(tenant) not in (0, TENANT_BYTES):
+        raise ValueError(f"a tenant is an id of {TENANT_BYTES} bytes or empty, not {len(tenant)} bytes")
+    if depths and min(depths) < 0:
+        raise ValueError(f"the depth of a block is 0 or more, not {min(depths)}")
+    for name, parent in zip(names, parents):
+        if name == parent:
+            raise ValueError(f"block {name.hex()} names itself as its parent")

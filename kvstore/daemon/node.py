@@ -103,9 +103,15 @@ class Node:
 
     def stop(self) -> None:
         """Close every connection and remove socket and arena. May be called in any state."""
-        if self._thread.is_alive():
-            if self._core is not None:
+        try:
+            if self._thread.is_alive() and self._core is not None:
                 self._call(self._close())
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Whatever went wrong before: no thread and no file stays."""
+        if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
         if not self._loop.is_running():

@@ -2,6 +2,7 @@
 run on threads."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 STREAMS = 8
 """Data connections that are served at once; more wait."""
 BACKLOG = 64
+MAX_OPEN = 256
+"""Data connections that are served or wait; more are closed at once."""
+ACCEPT_PAUSE_S = 0.1
 POLL_S = 0.02
 MAX_WAIT_S = 30.0
 _NO_TENANT = bytes(8)
@@ -77,7 +81,8 @@ class PeerOwner:
             self._accepting.cancel()
         self._listener.close()
         for connection in self._open:
-            connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # Reset by its other end, or closed by its thread just now.
+                connection.shutdown(socket.SHUT_RDWR)
         await self._grpc.stop(0)
         self._workers.close()
 
@@ -156,7 +161,16 @@ class PeerOwner:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._listener)
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                # No descriptors left, or the caller is gone already. The next one may fare better.
+                log.warning("a data connection was not accepted: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._open) >= MAX_OPEN:
+                connection.close()
+                continue
             connection.setblocking(True)
             self._open.add(connection)
             self._workers.start(lambda taken=connection: self._stream(taken, loop))  # type: ignore[misc]
