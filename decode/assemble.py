@@ -47,4 +47,5 @@ def make_rank(
         bell=bell,
         make_worker=lambda done: StoreWorker(client, mover, done),
         collectives=lambda: exchange.collectives,
+        sent_bytes=lambda: exchange.sent_bytes,
     )

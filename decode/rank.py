@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from headrace.decode.base import Bell, Counters, DecodeOptions, Sink, StreamId
@@ -44,6 +44,7 @@ class DecodeRank:
         bell: Bell,
         make_worker: Callable[[Callable[[Job | Reconnected], None]], StoreWorker],
         collectives: Callable[[], int],
+        sent_bytes: Callable[[], Mapping[str, int]],
     ) -> None:
         self.options = options
         self.counters = Counters()
@@ -52,6 +53,7 @@ class DecodeRank:
         self._lockstep = lockstep
         self._bell = bell
         self._collectives = collectives
+        self._sent_bytes = sent_bytes
         self._worker = make_worker(self._job_done)
         self._requests = Requests(scheduler, self._worker, self.counters, options)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -130,6 +132,7 @@ class DecodeRank:
             "store_connected": float(self._worker.connected),
             "control_exchanges_total": self._lockstep.control.exchanges,
             "collectives_total": self._collectives(),
+            **{f"exchange_bytes_total{{leg={leg}}}": count for leg, count in self._sent_bytes().items()},
             **self.counters.values(),
         }
 

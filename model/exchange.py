@@ -5,11 +5,24 @@ every rank whatever the counts. (gloo has no fp8 collectives: FP8 travels as byt
 all-to-all of the repeated buffer.)
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+LEGS = ("gather", "reduce", "cache")
+"""What crosses between ranks: tokens to the experts, their partial sums back, cache rows of context parallelism."""
+
+
+def no_bytes() -> dict[str, int]:
+    return dict.fromkeys(LEGS, 0)
+
+
+def row_bytes(rows: Tensor) -> int:
+    """Bytes of one row of [n, ...], n may be 0."""
+    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
 class LocalExchange:
@@ -22,6 +35,8 @@ class LocalExchange:
     def __init__(self) -> None:
         self.collectives = 0
         """Collectives issued so far."""
+        self.sent_bytes = no_bytes()
+        """Bytes that left this rank for other ranks so far, by leg."""
 
     def sum_parts(self, part: Tensor) -> Tensor:
         return part
@@ -47,6 +62,7 @@ class GroupExchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.collectives = 0
+        self.sent_bytes = no_bytes()
         self._counts = [0] * self.size
         self._row_order: Tensor | None = None
 
@@ -70,10 +86,10 @@ class GroupExchange:
     def gather_rows(self, local: Tensor) -> Tensor:
         if self._row_order is None:
             return local
-        return self._all_gather(local).index_select(0, self._row_order)
+        return self._all_gather(local, "cache").index_select(0, self._row_order)
 
     def gather_tokens(self, local: Tensor) -> Tensor:
-        return self._all_gather(local)
+        return self._all_gather(local, "gather")
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
         """Partial sums go to the rank that owns the rows, which adds them in rank order."""
@@ -81,15 +97,17 @@ class GroupExchange:
         mine = self._counts[self.rank]
         if partial.shape[0] != sum(self._counts):
             raise ValueError(f"{partial.shape[0]} rows to reduce, counts {self._counts}")
+        self.sent_bytes["reduce"] += (partial.shape[0] - mine) * row_bytes(partial)
         received = partial.new_empty((self.size * mine, *partial.shape[1:]))
         dist.all_to_all_single(received, partial.contiguous(), [mine] * self.size, self._counts, group=self._group)
         return received.view(self.size, mine, *partial.shape[1:]).sum(0)
 
-    def _all_gather(self, local: Tensor) -> Tensor:
+    def _all_gather(self, local: Tensor, leg: str) -> Tensor:
         self.collectives += 1
         mine = self._counts[self.rank]
         if local.shape[0] != mine:
             raise ValueError(f"rank {self.rank} has {local.shape[0]} rows, {mine} were agreed")
+        self.sent_bytes[leg] += (self.size - 1) * mine * row_bytes(local)
         repeated = local.contiguous().repeat(self.size, *[1] * (local.dim() - 1))
         gathered = local.new_empty((sum(self._counts), *local.shape[1:]))
         dist.all_to_all_single(gathered, repeated, self._counts, [mine] * self.size, group=self._group)

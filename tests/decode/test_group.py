@@ -70,6 +70,9 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path, model, make_prompt, drafts, 
         for at, length in enumerate((1, 63, 64, 65, 127, 128, 129))
     ]
     results = run_group(tmp_path, {"world": 2, "drafts": drafts, "adaptive": adaptive, "requests": requests})
+    for result in results:
+        assert result["status"]["exchange_bytes_total{leg=gather}"] > 0
+        assert result["status"]["exchange_bytes_total{leg=cache}"] == 0, "decode ranks keep their own caches"
     tokens = results[0]["tokens"] | results[1]["tokens"]
     for request in requests:
         assert tokens[request["id"]] == wanted(model, request), request["id"]

@@ -56,9 +56,10 @@ def worker(rank: int, directory: str) -> None:
     for name, counts in {"both": (80, 33), "idle": (80, 0)}.items():
         pool = DevicePool(layout, 4, "cpu")
         count = counts[rank]
-        before = exchange.collectives
+        before, sent = exchange.collectives, dict(exchange.sent_bytes)
         exchange.begin_step(counts)
         hidden, drafts = step(model, pool, TOKENS[:count], TOKENS[1 : count + 1], exchange)
+        results[f"{name} bytes"] = {leg: exchange.sent_bytes[leg] - sent[leg] for leg in sent}
         results[name] = (hidden, drafts, pool.latent, pool.index, exchange.collectives - before)
     results["cp"] = context_parallel(model, layout, exchange, rank)
     torch.save(results, f"{directory}/{rank}.pt")
@@ -96,6 +97,20 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     calls = {ranks[rank][name][-1] for rank in range(2) for name in ("both", "idle")}
     assert len(calls) == 1, f"collectives differ between ranks or counts: {calls}"
     check_context_parallel(ranks, model, alone[80])
+    check_bytes(ranks, model.spec)
+
+
+def check_bytes(ranks: list[Any], spec: Any) -> None:
+    """What left each rank, by formula: codes, scales and routing of its rows to the other rank; the other rank's fp64
+    sums back. The forward's MoE layers and the extend's one have these counts; nothing else goes over `exchange`."""
+    layers = sum(not spec.is_dense(layer) for layer in range(spec.num_hidden_layers)) + 1
+    width, chosen = spec.hidden_size, spec.num_experts_per_tok
+    row = width + 4 * -(-width // 128) + chosen * (4 + 4)
+    for name, counts in {"both": (80, 33), "idle": (80, 0)}.items():
+        for rank in range(2):
+            sums = layers * counts[1 - rank] * 8 * width
+            wanted = {"gather": layers * counts[rank] * row, "reduce": sums, "cache": 0}
+            assert ranks[rank][f"{name} bytes"] == wanted, (name, rank)
 
 
 def check_context_parallel(ranks: list[Any], model: Any, alone: tuple[Any, ...]) -> None:
